@@ -19,6 +19,7 @@ from __future__ import annotations
 
 import argparse
 import contextlib
+import fcntl
 import os
 import random
 import signal
@@ -329,7 +330,7 @@ def check_leftovers(jobs: Sequence[Job], outcome: Outcome, killed: set[str]) -> 
     for job in jobs:
         if isinstance(job, Node) and not job.is_expected_clean:
             continue
-        pause_while(partial(alive, job.runtime), GONE)
+        pause_while(partial(is_there, job), GONE)
         if left := job.leftovers():
             mine = {mark.split()[0] for mark in killed if mark.endswith(str(id(job)))}
             nobody = "launcher" in mine and (
@@ -345,6 +346,23 @@ def check_leftovers(jobs: Sequence[Job], outcome: Outcome, killed: set[str]) -> 
         names = {path.name for path in (job.runtime / "msrun").glob("*")} - {".guard"}
         if names:
             outcome.findings.append(f"left in the run directory: {sorted(names)}")
+
+
+def is_there(job: Job) -> bool:
+    """Whether a process of `job` lives, also one in an exec, which shows no environment then."""
+    return bool(alive(job.runtime)) or any(map(is_locked, job.runtime.glob("msrun/*/lock")))
+
+
+def is_locked(path: Path) -> bool:
+    """Whether a process has the lock of a job's directory."""
+    try:
+        with path.open() as file:
+            fcntl.flock(file, fcntl.LOCK_EX | fcntl.LOCK_NB)
+    except FileNotFoundError:
+        return False
+    except BlockingIOError:
+        return True
+    return False
 
 
 def shared_memory(job: Job) -> list[str]:

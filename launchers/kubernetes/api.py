@@ -31,11 +31,13 @@ NOT_FOUND, CONFLICT = 404, 409
 # Kind -> where its objects are.
 PLACES = {
     "Job": ("/apis/batch/v1", "jobs"),
+    "MsrunJob": ("/apis/msrun.io/v1", "msrunjobs"),
     "JobSet": ("/apis/jobset.x-k8s.io/v1alpha2", "jobsets"),
     "Service": ("/api/v1", "services"),
     "Secret": ("/api/v1", "secrets"),
     "ConfigMap": ("/api/v1", "configmaps"),
     "Pod": ("/api/v1", "pods"),
+    "PodGroup": ("/apis/scheduling.volcano.sh/v1beta1", "podgroups"),
     "Event": ("/api/v1", "events"),
 }
 
@@ -75,7 +77,9 @@ class Cluster:
         Raises:
             ApiError: The server refuses it; `CONFLICT` if there is one of that name.
         """
-        return self._send("POST", self._path(manifest["kind"]), body=manifest)
+        group = "/api/v1" if manifest["apiVersion"] == "v1" else f"/apis/{manifest['apiVersion']}"
+        path = self._path(manifest["kind"], group=group)
+        return self._send("POST", path, body=manifest)
 
     def get(self, kind: str, name: str) -> Document | None:
         """Return an object, None if there is none."""
@@ -130,8 +134,9 @@ class Cluster:
         if rest:
             yield rest
 
-    def _path(self, kind: str, name: str = "") -> str:
-        group, plural = PLACES[kind]
+    def _path(self, kind: str, name: str = "", *, group: str = "") -> str:
+        usual, plural = PLACES[kind]
+        group = group or usual
         tail = f"/{quote(name, safe='')}" if name else ""
         return f"{group}/namespaces/{quote(self.namespace, safe='')}/{plural}{tail}"
 

@@ -23,7 +23,14 @@ from typing import Any
 
 import msgspec
 
-from launchers.kubernetes.options import Kind, KubernetesOptions, Spread, Toleration, Volume
+from launchers.kubernetes.options import (
+    JobGang,
+    Kind,
+    KubernetesOptions,
+    Spread,
+    Toleration,
+    Volume,
+)
 from msrun import environ
 from msrun.errors import ExitCode, UsageError, signal_exit_code
 from msrun.units import quoted
@@ -38,9 +45,14 @@ JOB_LABEL = "app.kubernetes.io/instance"
 INDEX_LABEL = "batch.kubernetes.io/job-completion-index"
 _LABELS = {"app.kubernetes.io/name": "msrun", "app.kubernetes.io/managed-by": "msrun"}
 _MESSAGE_FILE = "/dev/termination-log"
-OWN_LABELS = ",".join(f"{key}={value}" for key, value in _LABELS.items())
-_QUEUE_LABEL = "kueue.x-k8s.io/queue-name"
+# Of every job of msrun, also of those that its operator makes.
+ALL_LABELS = f"app.kubernetes.io/name={_LABELS['app.kubernetes.io/name']}"
+QUEUE_LABEL = "kueue.x-k8s.io/queue-name"
 _JOBSET_NODES = "nodes"
+_SCHEDULERS = {
+    JobGang.VOLCANO: "volcano",
+    JobGang.PLUGINS: "scheduler-plugins-scheduler",
+}
 # A pod is called <job>-<index>, in a JobSet <job>-nodes-0-<index>, in at most 63 characters.
 _NAME_MAX = 40
 _EXPANDED = re.compile(r"\$(?=[$(]|[^\x00-\x7f])")
@@ -107,6 +119,8 @@ def render_manifests(program: PodProgram, options: KubernetesOptions) -> list[Ma
         manifests.append(_service(name, program, options))
     if program.files:
         manifests.append(_config_map(name, program, options))
+    if options.gang and program.nnodes > 1:
+        manifests.append(_pod_group(name, program, options))
     job = _job_spec(name, program, options)
     make = _jobset if options.kind is Kind.JOBSET else _job
     manifests.append(make(name, job, options))
@@ -174,6 +188,27 @@ def _config_map(name: str, program: PodProgram, options: KubernetesOptions) -> M
     }
 
 
+def _pod_group(name: str, program: PodProgram, options: KubernetesOptions) -> Manifest:
+    """Return what has the cluster place as many pods at once as the job needs."""
+    is_volcano = options.gang is JobGang.VOLCANO
+    group = "scheduling.volcano.sh/v1beta1" if is_volcano else "scheduling.x-k8s.io/v1alpha1"
+    return {
+        "apiVersion": group,
+        "kind": "PodGroup",
+        "metadata": _metadata(name, name, options.namespace),
+        "spec": {"minMember": program.nnodes_min},
+    }
+
+
+def _pod_metadata(name: str, program: PodProgram, options: KubernetesOptions) -> Manifest:
+    labels = _labels(name)
+    if not options.gang or program.nnodes == 1:
+        return {"labels": labels}
+    if options.gang is JobGang.VOLCANO:
+        return {"labels": labels, "annotations": {"scheduling.k8s.io/group-name": name}}
+    return {"labels": {**labels, "scheduling.x-k8s.io/pod-group": name}}
+
+
 def _job(name: str, spec: Manifest, options: KubernetesOptions) -> Manifest:
     metadata = _metadata(name, name, options.namespace)
     if not math.isinf(options.ttl):
@@ -218,7 +253,7 @@ def _jobset(name: str, spec: Manifest, options: KubernetesOptions) -> Manifest:
 def _queued(metadata: Manifest, options: KubernetesOptions) -> Manifest:
     if not options.queue:
         return metadata
-    return {**metadata, "labels": {**metadata["labels"], _QUEUE_LABEL: options.queue}}
+    return {**metadata, "labels": {**metadata["labels"], QUEUE_LABEL: options.queue}}
 
 
 def _suspended(options: KubernetesOptions) -> Manifest:
@@ -259,7 +294,7 @@ def _job_spec(name: str, program: PodProgram, options: KubernetesOptions) -> Man
             ]
         },
         "template": {
-            "metadata": {"labels": _labels(name)},
+            "metadata": _pod_metadata(name, program, options),
             "spec": dict(_pod_spec(name, program, options)),
         },
     }
@@ -277,6 +312,8 @@ def _pod_spec(
         yield "serviceAccountName", options.service_account
     else:
         yield "automountServiceAccountToken", False  # Nothing in the pods talks to Kubernetes.
+    if options.gang and program.nnodes > 1:
+        yield "schedulerName", _SCHEDULERS[options.gang]
     if options.priority_class:
         yield "priorityClassName", options.priority_class
     if options.image_pull_secrets:

@@ -35,6 +35,13 @@ class Kind(enum.Enum):
     JOBSET = "jobset"
 
 
+class JobGang(enum.Enum):
+    """Who places all pods of a job at once."""
+
+    VOLCANO = "volcano"
+    PLUGINS = "scheduler-plugins"
+
+
 class Toleration(msgspec.Struct, frozen=True, kw_only=True):
     """A taint of nodes that the pods accept.
 
@@ -86,6 +93,7 @@ class KubernetesOptions(msgspec.Struct, frozen=True, kw_only=True):
         context: Context of the kubeconfig; empty takes the current one.
         kind: The object that makes the pods.
         queue: Kueue's local queue.
+        gang: Who places all pods at once; None places each as it fits.
         suspend: The job is created suspended, and something else resumes it.
         time: Seconds until Kubernetes ends the job; inf sets no limit.
         ttl: Seconds for which an ended job stays; inf keeps it.
@@ -109,6 +117,7 @@ class KubernetesOptions(msgspec.Struct, frozen=True, kw_only=True):
     context: str = ""
     kind: Kind = Kind.JOB
     queue: str = ""
+    gang: JobGang | None = None
     suspend: bool = False
     time: float = math.inf
     ttl: float = _WEEK
@@ -287,6 +296,16 @@ def _kind(text: str) -> Kind:
         raise UsageError(f"{quoted(text)} is unknown (choose job or jobset)") from None
 
 
+def _gang(text: str) -> JobGang:
+    try:
+        return JobGang(text.lower())
+    except ValueError:
+        raise UsageError(
+            f"{quoted(text)} is unknown (choose volcano or scheduler-plugins; for Kueue: "
+            "--k8s-queue)"
+        ) from None
+
+
 def _truth(text: str) -> bool:
     if text.lower() not in ("true", "false"):
         raise UsageError(f"{quoted(text)} is neither true nor false")
@@ -300,6 +319,7 @@ _PARSERS: dict[str, Callable[[str], object]] = {
     "context": _text,
     "k8s-kind": _kind,
     "k8s-queue": _named(_NAME, "a queue"),
+    "k8s-gang": _gang,
     "k8s-patch": str,
     "suspend": _truth,
     "time": _seconds,
@@ -316,5 +336,5 @@ _PARSERS: dict[str, Callable[[str], object]] = {
     "volumes": _volumes,
     "ship": _truth,
 }
-_FIELDS = {"k8s-kind": "kind", "k8s-queue": "queue", "k8s-patch": "patch"}
+_FIELDS = {"k8s-kind": "kind", "k8s-queue": "queue", "k8s-gang": "gang", "k8s-patch": "patch"}
 _ELSEWHERE = ("gpus-per-node",)

@@ -13,7 +13,7 @@ import threading
 from collections.abc import Callable, Sequence
 from typing import Any
 
-from launchers.kubernetes.api import CONFLICT, ApiError, Cluster
+from launchers.kubernetes.api import CONFLICT, NOT_FOUND, ApiError, Cluster
 from launchers.kubernetes.manifests import CONTAINER, JOB_LABEL
 from launchers.kubernetes.observe import (
     End,
@@ -29,6 +29,8 @@ from msrun.units import render_duration
 Document = dict[str, Any]
 
 _JOBS = ("Job", "JobSet")
+# Kinds that not every cluster has.
+_INSTALLED = {"JobSet": "JobSet's controller", "PodGroup": "the scheduler that --k8s-gang names"}
 _POLL_SECONDS = 2.0  # of `follow`
 # The job goes on meanwhile, and its end is still there when the server is back.
 _ABSENCE_POLLS = 300
@@ -76,6 +78,10 @@ def _create(cluster: Cluster, manifest: Document) -> Document:
         if error.status == CONFLICT:
             hint = "choose another --job-id, or delete that one"
             raise UsageError(f"there is a {where} already", hint=hint) from None
+        is_missing = error.status == NOT_FOUND and "namespaces" not in error.message
+        if is_missing and kind in _INSTALLED:
+            text = f"the cluster has no kind {kind} of {manifest['apiVersion']}"
+            raise UsageError(text, hint=f"install {_INSTALLED[kind]}") from None
         raise UsageError(f"the cluster refuses {where}: {error.message}") from None
 
 

@@ -14,8 +14,9 @@ from collections.abc import Mapping, Sequence
 from typing import Any
 
 from launchers.kubernetes.api import Cluster, open_cluster
-from launchers.kubernetes.manifests import CONTAINER, JOB_LABEL, OWN_LABELS
+from launchers.kubernetes.manifests import ALL_LABELS, CONTAINER, JOB_LABEL
 from launchers.kubernetes.observe import has_ended, pod_index
+from launchers.kubernetes.scale import scale
 from msrun import environ
 from msrun.cli.output import answer, say
 from msrun.cli.verbs.control import JSON, SCHEMA, STOP, parse
@@ -46,9 +47,11 @@ def run_verb(verb: str, words: Sequence[str], options: Mapping[str, str]) -> int
     cluster = open_cluster(
         namespace=options.get("namespace", ""), context=options.get("context", "")
     )
-    found = cluster.list("Job", labelSelector=OWN_LABELS)
+    found = cluster.list("Job", labelSelector=ALL_LABELS)
     jobs = {_job_of(job): job for job in found if not has_ended(job)}
     name, rest = _find_job(sorted(jobs), words, cluster.namespace)
+    if verb == "scale":
+        return scale(cluster, jobs[name], name, rest)
     if verb == "stop":
         kind = "JobSet" if _JOBSET_LABEL in jobs[name]["metadata"]["labels"] else "Job"
         return _stop(cluster, kind, name, rest)

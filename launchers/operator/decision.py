@@ -14,9 +14,14 @@ Object = dict[str, Any]
 
 CREATED, RUNNING, RESTARTING = "Created", "Running", "Restarting"
 SUCCEEDED, FAILED = "Succeeded", "Failed"
-_CAUSE = re.compile(r"^(?:msrun: )?error: (.+)$", re.MULTILINE)
+# What an agent leaves as its last words, or else prints.
+_CAUSE = re.compile(r"^(?:exit code \d+|(?:msrun: )?error): (.+)$", re.MULTILINE)
 _RANK = re.compile(r"\brank (\d+)\b")
 _CAUSE_CHARACTERS_MAX = 400
+# Warnings that say why a pod is not there, or does not run.
+_WAITS = frozenset({"FailedCreate", "FailedMount", "FailedAttachVolume", "FailedCreatePodSandBox"})
+# Seconds after which to ask again why pods wait: nothing tells when a warning is recorded.
+WAIT_SECONDS = 10.0
 
 
 @dataclass(frozen=True, slots=True)
@@ -98,6 +103,22 @@ def owner_reference(job: Object) -> Object:
     metadata = job["metadata"]
     named = {"apiVersion": job["apiVersion"], "kind": job["kind"], "name": metadata["name"]}
     return {**named, "uid": metadata["uid"], "controller": True, "blockOwnerDeletion": True}
+
+
+def key_name(job: Object) -> str:
+    """Return the name of the Secret with a job's key.
+
+    No other job has it, also not an earlier one of the same name, whose Secret may still be there
+    when this one's is made: it would go with that job, and nobody may read whose it is.
+    """
+    return f"{job['metadata']['name']}-key-{job['metadata']['uid'][:8]}"
+
+
+def is_left_behind(obj: Object, job: Object) -> bool:
+    """Whether an object is going, or is of an earlier job of this name and so about to go."""
+    references = obj["metadata"].get("ownerReferences") or ()
+    named = (job["kind"], job["metadata"]["name"])
+    return is_going(obj) or any((each["kind"], each["name"]) == named for each in references)
 
 
 def is_owned(obj: Object, job: Object) -> bool:
@@ -200,6 +221,44 @@ def _ended_at(pod: Object) -> str:
     statuses = (pod.get("status") or {}).get("containerStatuses") or ()
     times = [each.get("state", {}).get("terminated", {}).get("finishedAt") for each in statuses]
     return min(filter(None, times), default="9")
+
+
+def why_pods_wait(pods: Sequence[Object], events: Sequence[Object], job: Object | None) -> str:
+    """Return why the first pod that waits does so, empty when nothing says.
+
+    Args:
+        pods: The pods of a job.
+        events: Warnings of the namespace.
+        job: What makes the pods, where another than the operator does.
+    """
+    for pod in sorted(pods, key=lambda each: str(each["metadata"]["name"])):
+        if phase(pod) != "Pending" or is_going(pod):
+            continue
+        status = pod.get("status") or {}
+        for held in status.get("conditions") or ():
+            if held["type"] == "PodScheduled" and held["status"] == "False":
+                return _line(held)
+        for each in status.get("containerStatuses") or ():
+            waiting = (each.get("state") or {}).get("waiting") or {}
+            if waiting.get("message"):
+                return _line(waiting)
+        if said := _warning(events, pod):
+            return said
+    return _warning(events, job) if job else ""
+
+
+def _warning(events: Sequence[Object], obj: Object) -> str:
+    """Return the latest warning about an object."""
+    uid = obj["metadata"]["uid"]
+    mine = [each for each in events if (each.get("involvedObject") or {}).get("uid") == uid]
+    mine = [each for each in mine if each.get("reason") in _WAITS]
+    last = max(mine, key=lambda each: str(each.get("lastTimestamp") or ""), default=None)
+    return _line(last) if last else ""
+
+
+def _line(said: Mapping[str, Any]) -> str:
+    words = " ".join(str(said.get("message") or "no reason given").split())
+    return f"{said.get('reason')}: {words}"[:_CAUSE_CHARACTERS_MAX]
 
 
 def rank_in(cause: str) -> int | None:

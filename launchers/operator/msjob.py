@@ -8,7 +8,7 @@ that workers can, and then only that worker is made again.
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -23,6 +23,7 @@ from launchers.operator.decision import (
     has,
     phase,
 )
+from launchers.operator.gang import Gang, GangScheduler, pod_group, queue_of
 from launchers.operator.msjob_objects import CONTAINER, GENERATION, INDEX, ROLE, Role
 
 API_VERSION = "mindspore.gitee.com/v1"
@@ -45,7 +46,7 @@ class MSJobSpec:
         ttl: Seconds that the ended job is kept; None is for ever.
         deadline: Seconds that it may take; None is without limit.
         back_off_limit: How often it may start again; None is without limit.
-        is_gang: Whether its pods should be placed all at once.
+        scheduling: Its `schedulingPolicy`; None does not ask that pods are placed all at once.
     """
 
     roles: dict[str, Role]
@@ -55,7 +56,12 @@ class MSJobSpec:
     ttl: float | None = None
     deadline: float | None = None
     back_off_limit: int | None = None
-    is_gang: bool = False
+    scheduling: Object | None = None
+
+    @property
+    def size(self) -> int:
+        """How many pods there are."""
+        return sum(role.replicas for role in self.roles.values())
 
     def count(self, role: str) -> int:
         """Return how many pods a role has."""
@@ -104,8 +110,21 @@ def read_spec(job: Object) -> MSJobSpec:
         ttl=policy.get("ttlSecondsAfterFinished"),
         deadline=policy.get("activeDeadlineSeconds"),
         back_off_limit=policy.get("backoffLimit"),
-        is_gang=bool(policy.get("schedulingPolicy")),
+        scheduling=_read_scheduling(policy, sum(role.replicas for role in roles.values())),
     )
+
+
+def _read_scheduling(policy: Object, size: int) -> Object | None:
+    given = policy.get("schedulingPolicy")
+    if given is None:
+        return None
+    where = "spec.runPolicy.schedulingPolicy"
+    if not isinstance(given, dict):
+        raise BadSpecError(f"{where}: {given!r} (it has fields, such as minAvailable)")
+    fewest = given.get("minAvailable")
+    if fewest is not None and not (isinstance(fewest, int) and 1 <= fewest <= size):
+        raise BadSpecError(f"{where}.minAvailable: {fewest} (choose 1 to {size}, the pods it has)")
+    return given
 
 
 def _read_role(name: str, given: Object, where: str) -> Role:
@@ -136,25 +155,48 @@ class _Look:
     spec: MSJobSpec
     pods: Sequence[Object]
     now: float
+    events: Sequence[Object]
+    gang_scheduler: GangScheduler | None
 
     @property
     def name(self) -> str:
         return str(self.job["metadata"]["name"])
 
+    def gang(self, generation: int) -> Gang | None:
+        """Return how the pods of a generation are placed together, None where one by one."""
+        spec, name = self.spec, self.name
+        policy = spec.scheduling or {}
+        scheduler = GangScheduler.KUEUE if queue_of(self.job) else self.gang_scheduler
+        if scheduler is None or spec.size == 1:
+            return None
+        if scheduler is GangScheduler.KUEUE:
+            name = f"{name}-{generation}"  # a group that has ended takes no further pods
+        fewest = int(policy.get("minAvailable") or spec.size)
+        return Gang(scheduler=scheduler, name=name, size=spec.size, fewest=fewest, policy=policy)
+
 
 _NO_GANG = (
-    "spec.runPolicy.schedulingPolicy has no effect: pods are placed one by one; an MsrunJob may "
-    "name a queue of Kueue or a schedulerName"
+    "spec.runPolicy.schedulingPolicy has no effect: this operator runs without "
+    "--gang-scheduler-name, so pods are placed one by one"
 )
 
 
-def decide(job: Object, pods: Sequence[Object], now: float) -> Decision:
+def decide(
+    job: Object,
+    pods: Sequence[Object],
+    now: float,
+    *,
+    events: Sequence[Object] = (),
+    gang_scheduler: GangScheduler | None = None,
+) -> Decision:
     """Return what to do about an MSJob.
 
     Args:
         job: The object as it is.
         pods: All pods with the labels of this job.
         now: Seconds since 1970.
+        events: Warnings of its namespace, where pods wait.
+        gang_scheduler: Who places the pods of every job together; None is nobody.
     """
     status: Object = dict(job.get("status") or {})
     if decision.is_going(job):
@@ -171,9 +213,11 @@ def decide(job: Object, pods: Sequence[Object], now: float) -> Decision:
         status = decision.with_condition(status, decision.CREATED, "MSJobCreated", text, now)
         status |= {"startTime": decision.timestamp(now), "generation": 0}
         actions.append(RecordEvent(is_warning=False, reason="MSJobCreated", message=text))
-        if spec.is_gang:
+        if spec.scheduling is not None and not (gang_scheduler or queue_of(job)):
             actions.append(RecordEvent(is_warning=True, reason="NoGang", message=_NO_GANG))
-    look = _Look(job=job, spec=spec, pods=pods, now=now)
+    look = _Look(
+        job=job, spec=spec, pods=pods, now=now, events=events, gang_scheduler=gang_scheduler
+    )
     if not _is_over(status):
         return decision.merged(actions, _advance(look, status))
     return _finish(look, status)
@@ -206,7 +250,7 @@ def _advance(look: _Look, status: Object) -> Decision:  # noqa: PLR0911 - a tabl
         text = f"MSJob {look.name} successfully completed."
         status = decision.with_condition(status, decision.SUCCEEDED, "MSJobSucceeded", text, now)
         status |= {"completionTime": decision.timestamp(now), "phase": decision.SUCCEEDED}
-        status["verdict"] = {"code": 0}
+        status |= {"verdict": {"code": 0}, "message": ""}
         told = RecordEvent(is_warning=False, reason="MSJobSucceeded", message=text)
         return decision.merged([told], _finish(look, status))
     retries = _container_restarts(spec, mine)
@@ -232,6 +276,7 @@ def _end(look: _Look, status: Object, ending: Ending, *, reason: str = "MSJobFai
     status = decision.with_condition(status, decision.FAILED, reason, text, look.now)
     status = decision.with_verdict(status, ending)
     status |= {"completionTime": decision.timestamp(look.now), "phase": decision.FAILED}
+    status["message"] = ""
     told = RecordEvent(is_warning=True, reason=reason, message=text)
     return decision.merged([told], _finish(look, status))
 
@@ -247,6 +292,7 @@ def _restart(look: _Look, status: Object, ending: Ending, left: float | None) ->
         "phase": decision.RESTARTING,
         "lastCause": ending.cause,
         "podsCreated": False,
+        "message": "",
         "replicaStatuses": _counts(look.spec, ()),
     }
     told = RecordEvent(is_warning=True, reason="MSJobRestarting", message=text)
@@ -255,7 +301,7 @@ def _restart(look: _Look, status: Object, ending: Ending, left: float | None) ->
 
 def _run(look: _Look, status: Object, left: float | None) -> Decision:
     """Return what brings the pods to what they should be."""
-    job, spec, pods, now = look.job, look.spec, look.pods, look.now
+    spec, pods, now = look.spec, look.pods, look.now
     generation = int(status["generation"])
     old = [pod for pod in pods if _generation(pod) != generation]
     if old:
@@ -265,30 +311,44 @@ def _run(look: _Look, status: Object, left: float | None) -> Decision:
     if wait > 0:
         return Decision(status, (), decision.soonest(wait, left))
     mine = {(pod["metadata"]["labels"][ROLE], _index(pod)): pod for pod in pods}
-    actions: list[Action] = []
-    if not mine:
-        actions += map(Create, msjob_objects.shared_objects(job, spec.roles))
-    scheduler = mine.get(("scheduler", 0))
-    is_reachable = scheduler is not None and bool((scheduler.get("status") or {}).get("podIP"))
-    wanted = 0
-    for role in spec.roles.values():
-        if role.name != "Scheduler" and "Scheduler" in spec.roles and not is_reachable:
-            wanted += role.replicas
-            continue
-        for index in range(role.replicas):
-            if (role.name.lower(), index) not in mine:
-                wanted += 1
-                made = msjob_objects.pod(job, role, index, spec.roles, generation)
-                actions.append(Create(made))
-    if not wanted:
+    actions = list(map(Create, _missing(look, mine, generation)))
+    if not any(action.obj["kind"] == "Pod" for action in actions) and len(mine) == spec.size:
         status = {**status, "podsCreated": True}
+    told = list[Action]()
     is_running = any(phase(pod) == "Running" for (role, _), pod in mine.items() if role == "worker")
     if is_running and not has(status, decision.RUNNING):
         text = f"MSJob {look.name} is running."
         status = decision.with_condition(status, decision.RUNNING, "MSJobRunning", text, now)
         status["phase"] = decision.RUNNING
-        actions.append(RecordEvent(is_warning=False, reason="MSJobRunning", message=text))
-    return Decision({"phase": "Pending", **status}, tuple(actions), left)
+        told.append(RecordEvent(is_warning=False, reason="MSJobRunning", message=text))
+    if any(phase(pod) == "Pending" for pod in pods):
+        left = decision.soonest(left, decision.WAIT_SECONDS)
+    waits = decision.why_pods_wait(pods, look.events, None)
+    return Decision({"phase": "Pending", **status, "message": waits}, (*actions, *told), left)
+
+
+def _missing(
+    look: _Look, mine: Mapping[tuple[str, int], Object], generation: int
+) -> Iterator[Object]:
+    """Yield what is to be created: what pods share, then the pods that are not there.
+
+    The scheduler's pod comes first, unless none is placed before all are there.
+    """
+    job, roles = look.job, look.spec.roles
+    gang = look.gang(generation)
+    if not mine:
+        yield from msjob_objects.shared_objects(job, roles)
+        group = pod_group(gang, job, msjob_objects.labels(job)) if gang else None
+        if group:
+            yield group
+    scheduler = mine.get(("scheduler", 0))
+    is_reachable = scheduler is not None and bool((scheduler.get("status") or {}).get("podIP"))
+    for role in roles.values():
+        if role.name != "Scheduler" and "Scheduler" in roles and not (is_reachable or gang):
+            continue
+        for index in range(role.replicas):
+            if (role.name.lower(), index) not in mine:
+                yield msjob_objects.pod(job, role, index, roles, generation, gang)
 
 
 def _wait(status: Object, now: float) -> float:

@@ -6,7 +6,8 @@ import copy
 from collections.abc import Iterator, Mapping
 from dataclasses import dataclass
 
-from launchers.operator.decision import Delete, Object, owner_reference
+from launchers.operator.decision import Delete, Object, key_name, owner_reference
+from launchers.operator.gang import Gang, join, queue_of
 
 CONTAINER = "mindspore"
 PORT_NAME = "msjob-port"
@@ -58,11 +59,6 @@ def pod_name(job: Object, role: str, index: int) -> str:
     return f"{job['metadata']['name']}-{role.lower()}-{index}"
 
 
-def key_name(job: Object) -> str:
-    """Return the name of the Secret with the job's key."""
-    return f"{job['metadata']['name']}-key"
-
-
 def shared_objects(job: Object, roles: Mapping[str, Role]) -> Iterator[Object]:
     """Yield what pods need before they start: names, and a key where several speak."""
     if sum(role.replicas for role in roles.values()) == 1:
@@ -105,7 +101,14 @@ def service_deletion(job: Object, pod: Object) -> Iterator[Delete]:
         yield Delete("v1", "Service", job["metadata"]["namespace"], name, "")
 
 
-def pod(job: Object, role: Role, index: int, roles: Mapping[str, Role], generation: int) -> Object:
+def pod(  # noqa: PLR0917 - what a pod depends on
+    job: Object,
+    role: Role,
+    index: int,
+    roles: Mapping[str, Role],
+    generation: int,
+    gang: Gang | None = None,
+) -> Object:
     """Return the pod of one replica."""
     template = copy.deepcopy(role.template)
     metadata = template.get("metadata") or {}
@@ -121,6 +124,8 @@ def pod(job: Object, role: Role, index: int, roles: Mapping[str, Role], generati
         "ownerReferences": [owner_reference(job)],
     }
     spec = template["spec"]
+    if gang:
+        join(gang, metadata, spec, role=role.name.lower(), queue=queue_of(job))
     # ExitCode means that the operator starts it again, not the kubelet.
     spec["restartPolicy"] = "Never" if role.policy == "ExitCode" else role.policy
     container = _main_container(template)

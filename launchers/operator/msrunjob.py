@@ -13,9 +13,11 @@ from collections.abc import Mapping, Sequence
 
 from launchers.operator import decision
 from launchers.operator.decision import Action, Create, Decision, Ending, Object, RecordEvent, has
-from launchers.operator.msrunjob_objects import CONTAINER, RETRIED, objects
+from launchers.operator.msrunjob_objects import CONTAINER, RETRIED, node_range, objects
 
 API_VERSION = "msrun.io/v1"
+# Between two looks for the Job of an earlier MsrunJob, which is about to go.
+_GONE_SECONDS = 1.0
 # What the schema of the definition fills in, for objects that were made before it did.
 DEFAULTS: Object = {
     "nodes": 1,
@@ -26,7 +28,13 @@ DEFAULTS: Object = {
 }
 
 
-def decide(job: Object, batch_job: Object | None, pods: Sequence[Object], now: float) -> Decision:
+def decide(
+    job: Object,
+    batch_job: Object | None,
+    pods: Sequence[Object],
+    now: float,
+    events: Sequence[Object] = (),
+) -> Decision:
     """Return what to do about an MsrunJob.
 
     Args:
@@ -34,6 +42,7 @@ def decide(job: Object, batch_job: Object | None, pods: Sequence[Object], now: f
         batch_job: The Job of that name, None when there is none.
         pods: Its pods.
         now: Seconds since 1970.
+        events: Warnings of its namespace, where pods wait.
     """
     status: Object = dict(job.get("status") or {})
     if decision.is_going(job):
@@ -48,23 +57,49 @@ def decide(job: Object, batch_job: Object | None, pods: Sequence[Object], now: f
         actions.append(RecordEvent(is_warning=False, reason="MsrunJobCreated", message=text))
     if has(status, decision.SUCCEEDED) or has(status, decision.FAILED):
         return decision.merged(actions, _expire(job, status, now))
-    if batch_job is None:
-        if status.get("jobMade"):
-            text = f"Job {name} was deleted"
-            return decision.merged(actions, _end(job, status, Ending(143, text), now))
-        actions += map(Create, objects(job))
-        return Decision(status, tuple(actions))
-    if not decision.is_owned(batch_job, job):
-        text = f"a Job {name} is there already, and another owns it"
-        return decision.merged(actions, _end(job, status, Ending(2, text), now))
+    if batch_job is None or not decision.is_owned(batch_job, job):
+        return decision.merged(actions, _begin(job, batch_job, status, now))
     pods = [pod for pod in pods if decision.is_owned(pod, batch_job)]
     status |= {"jobMade": True, **_progress(job, batch_job, pods, status)}
+    status["message"] = decision.why_pods_wait(pods, events, batch_job)
+    if told := _is_too_many(job, batch_job, status):
+        actions.append(told)
+        status["nodesAsked"] = int(job["spec"]["nodes"])
     made_of = _fixed_part(job)
     if status.setdefault("madeOf", made_of) != made_of:
         status["madeOf"] = made_of
         text = "fields of the spec changed that the running Job keeps; a new MsrunJob has them"
         actions.append(RecordEvent(is_warning=True, reason="SpecNotApplied", message=text))
     return decision.merged(actions, _follow(job, batch_job, status, pods, now))
+
+
+def _begin(job: Object, foreign: Object | None, status: Object, now: float) -> Decision:
+    """Return what to do while the job has no Job; `foreign` has its name, but is another's."""
+    name = job["metadata"]["name"]
+    if foreign is None and status.get("jobMade"):
+        return _end(job, status, Ending(143, f"Job {name} was deleted"), now)
+    if foreign is None:
+        return Decision(status, tuple(map(Create, objects(job))))
+    if decision.is_left_behind(foreign, job):
+        status = {**status, "message": f"waits until the earlier Job {name} is gone"}
+        return Decision(status, again_in=_GONE_SECONDS)
+    return _end(job, status, Ending(2, f"a Job {name} is there already, and another owns it"), now)
+
+
+def _size(job: Object, batch_job: Object) -> tuple[int, int]:
+    """Return how many nodes the Job is to have, and the fewest that it goes on with."""
+    nodes = int(job["spec"]["nodes"])
+    fewest, most = node_range(batch_job) or (nodes, nodes)
+    return min(nodes, most), fewest
+
+
+def _is_too_many(job: Object, batch_job: Object, status: Object) -> RecordEvent | None:
+    """Return what to say about a number of nodes that the job cannot have, once for each."""
+    asked, (given, _) = int(job["spec"]["nodes"]), _size(job, batch_job)
+    if asked == given or status.get("nodesAsked") == asked:
+        return None
+    text = f"spec.nodes {asked} has no effect beyond {given}, with which the job was made"
+    return RecordEvent(is_warning=True, reason="SpecNotApplied", message=text)
 
 
 def _fixed_part(job: Object) -> str:
@@ -80,29 +115,10 @@ def _progress(
     """Return the fields of the status that count."""
     running = sum(decision.phase(pod) == "Running" and not decision.is_going(pod) for pod in pods)
     failed = int((batch_job.get("status") or {}).get("failed") or 0)
-    fields: Object = {
-        "nodes": f"{running}/{job['spec']['nodes']}",
+    return {
+        "nodes": f"{running}/{_size(job, batch_job)[0]}",
         "restarts": max(failed, int(str(status.get("restarts") or 0))),
     }
-    waits = _why_it_waits(pods)
-    fields["message"] = waits
-    return fields
-
-
-def _why_it_waits(pods: Sequence[Object]) -> str:
-    """Return why the first pod that waits does so, empty when none says."""
-    for pod in sorted(pods, key=lambda each: str(each["metadata"]["name"])):
-        if decision.phase(pod) != "Pending":
-            continue
-        status = pod.get("status") or {}
-        for held in status.get("conditions") or ():
-            if held["type"] == "PodScheduled" and held["status"] == "False":
-                return f"{held.get('reason')}: {held.get('message')}"
-        for each in status.get("containerStatuses") or ():
-            waiting = (each.get("state") or {}).get("waiting") or {}
-            if waiting.get("message"):
-                return f"{waiting['reason']}: {waiting['message']}"
-    return ""
 
 
 def _follow(
@@ -135,7 +151,16 @@ def _follow(
             status = decision.with_condition(status, decision.RUNNING, "MsrunJobRunning", text, now)
             actions.append(RecordEvent(is_warning=False, reason="MsrunJobRunning", message=text))
         status = {**status, "phase": decision.RUNNING}
-    return Decision(status, tuple(actions))
+    wait = decision.WAIT_SECONDS if _is_waiting(status, pods) else None
+    return Decision(status, tuple(actions), again_in=wait)
+
+
+def _is_waiting(status: Object, pods: Sequence[Object]) -> bool:
+    """Whether pods are to run that do not."""
+    running, _, wanted = str(status["nodes"]).partition("/")
+    return status["phase"] != "Suspended" and (
+        int(running) < int(wanted) or any(decision.phase(pod) == "Pending" for pod in pods)
+    )
 
 
 def _reset(job: Object, batch_job: Object) -> list[Action]:
@@ -146,8 +171,10 @@ def _reset(job: Object, batch_job: Object) -> list[Action]:
     """
     spec, held = job["spec"], batch_job["spec"]
     wanted: Object = {}
-    if int(spec["nodes"]) != held.get("completions"):
-        wanted |= {"completions": int(spec["nodes"]), "parallelism": int(spec["nodes"])}
+    nodes, fewest = _size(job, batch_job)
+    if nodes != held.get("completions"):
+        # The last may not be above the first.
+        wanted |= {"completions": nodes, "parallelism": nodes, "maxFailedIndexes": nodes - fewest}
     if not spec.get("queue") and bool(spec.get("suspend")) != bool(held.get("suspend")):
         wanted["suspend"] = bool(spec.get("suspend"))
     if not wanted:

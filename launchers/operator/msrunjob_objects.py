@@ -5,7 +5,9 @@ from __future__ import annotations
 import copy
 import math
 
-from launchers.operator.decision import Object, owner_reference
+from launchers.operator.decision import Object, key_name, owner_reference
+from launchers.operator.gang import Gang, GangScheduler, join, pod_group
+from msrun import environ
 from msrun.errors import ExitCode, signal_exit_code
 
 CONTAINER = "msrun"
@@ -13,7 +15,7 @@ PORT = 29500
 JOB = "msrun.io/job"
 NEEDS_KEY = "msrun.io/needs-key"
 _KEY_FOLDER = "/run/msrun-key"
-_INDEX = "batch.kubernetes.io/job-completion-index"
+_MESSAGE_FILE = "/dev/termination-log"
 _QUEUE_LABEL = "kueue.x-k8s.io/queue-name"
 # Seconds that an agent takes after the grace of its workers to tell the others and write its logs.
 _SWEEP_SECONDS = 20
@@ -33,16 +35,32 @@ _POD_FIELDS = (
 
 def labels(job: Object) -> dict[str, str]:
     """Return the labels of everything of a job."""
-    name = {"app.kubernetes.io/name": "msrun", "app.kubernetes.io/managed-by": "msrun-operator"}
-    return {**name, JOB: job["metadata"]["name"]}
+    name = job["metadata"]["name"]
+    return {
+        "app.kubernetes.io/name": "msrun",
+        "app.kubernetes.io/managed-by": "msrun-operator",
+        # By which the verbs of msrun find pods of every job.
+        "app.kubernetes.io/instance": name,
+        JOB: name,
+    }
 
 
 def objects(job: Object) -> list[Object]:
     """Return what an MsrunJob is made of, in the order in which to create it."""
-    made = [_job(job)]
-    if int(job["spec"]["nodes"]) > 1:
-        made = [_secret(job), _service(job), *made]
-    return made
+    nodes, gang = int(job["spec"]["nodes"]), _gang(job)
+    group = pod_group(gang, job, labels(job)) if gang else None
+    shared = [_secret(job), _service(job)] if nodes > 1 else []
+    return [*shared, *([group] if group else []), _job(job, gang)]
+
+
+def _gang(job: Object) -> Gang | None:
+    spec = job["spec"]
+    nodes = int(spec["nodes"])
+    if nodes == 1 or not spec.get("gangScheduler"):
+        return None
+    fewest, name = int(spec.get("minNodes", nodes)), job["metadata"]["name"]
+    scheduler = GangScheduler(spec["gangScheduler"])
+    return Gang(scheduler=scheduler, name=name, size=nodes, fewest=fewest, policy={})
 
 
 def _metadata(job: Object, name: str) -> Object:
@@ -55,7 +73,7 @@ def _metadata(job: Object, name: str) -> Object:
 
 
 def _secret(job: Object) -> Object:
-    metadata = _metadata(job, f"{job['metadata']['name']}-key")
+    metadata = _metadata(job, key_name(job))
     metadata["annotations"] = {NEEDS_KEY: "key"}
     kind = {"apiVersion": "v1", "kind": "Secret", "metadata": metadata}
     return {**kind, "type": "Opaque", "immutable": True}
@@ -76,13 +94,16 @@ def _service(job: Object) -> Object:
     }
 
 
-def _job(job: Object) -> Object:
+def _job(job: Object, gang: Gang | None) -> Object:
     spec = job["spec"]
     nodes = int(spec["nodes"])
     fewest = int(spec.get("minNodes", nodes))
     metadata = _metadata(job, job["metadata"]["name"])
     if spec.get("queue"):
         metadata["labels"][_QUEUE_LABEL] = spec["queue"]
+    template: Object = {"metadata": {"labels": labels(job)}, "spec": _pod(job)}
+    if gang:
+        join(gang, template["metadata"], template["spec"], role="node")
     made: Object = {
         "completionMode": "Indexed",
         "completions": nodes,
@@ -107,7 +128,7 @@ def _job(job: Object) -> Object:
                 },
             ]
         },
-        "template": {"metadata": {"labels": labels(job)}, "spec": _pod(job)},
+        "template": template,
     }
     if fewest < nodes:
         # Nodes that never came are not waited for; the others all end with the same code.
@@ -123,7 +144,7 @@ def _pod(job: Object) -> Object:
     volumes = copy.deepcopy(spec.get("volumes") or [])
     mounts = copy.deepcopy(spec.get("volumeMounts") or [])
     if several:
-        secret = {"secretName": f"{job['metadata']['name']}-key", "defaultMode": 0o400}
+        secret = {"secretName": key_name(job), "defaultMode": 0o400}
         volumes.append({"name": "msrun-key", "secret": secret})
         mounts.append({"name": "msrun-key", "mountPath": _KEY_FOLDER, "readOnly": True})
     if "sharedMemory" in spec:
@@ -134,10 +155,12 @@ def _pod(job: Object) -> Object:
         "name": CONTAINER,
         "image": spec["image"],
         "command": [str(spec["python"]), "-P", "-m", "msrun"],
-        "args": [_literal(word) if word != _RANK else word for word in words(job)],
-        "env": [*_env(job), *(spec.get("env") or [])],
+        "args": [_literal(word) for word in words(job)],
+        # Ours last, so that they win over the user's of the same name.
+        "env": [*(spec.get("env") or []), *_env(job)],
         "volumeMounts": mounts,
         # The last words of a pod that failed become the cause in the job's status.
+        "terminationMessagePath": _MESSAGE_FILE,
         "terminationMessagePolicy": "FallbackToLogsOnError",
     }
     for name in ("resources", "envFrom", "imagePullPolicy", "workingDir"):
@@ -157,18 +180,14 @@ def _pod(job: Object) -> Object:
     }
 
 
-_RANK = "--node-rank=$(JOB_COMPLETION_INDEX)"
-
-
 def words(job: Object) -> list[str]:
-    """Return what the agent of each pod is told: options, then the program and its arguments."""
-    spec, name = job["spec"], job["metadata"]["name"]
-    nodes, fewest = int(spec["nodes"]), int(spec.get("minNodes", spec["nodes"]))
-    told = ["run", f"--job-id={name}", f"--grace={spec['gracePeriodSeconds']}s"]
+    """Return what the agent of each pod is told: options, then the program and its arguments.
+
+    Where it belongs stands in its environment, as in every pod of msrun.
+    """
+    spec = job["spec"]
+    told = ["run", f"--grace={spec['gracePeriodSeconds']}s"]
     told.append(f"--max-restarts={spec['maxRestarts']}")
-    if nodes > 1:
-        told.append(f"--nnodes={nodes if fewest == nodes else f'{fewest}:{nodes}'}")
-        told += [_RANK, f"--master-addr={name}-0.{name}", f"--master-port={PORT}"]
     if "workersPerNode" in spec:
         told.append(f"--workers-per-node={spec['workersPerNode']}")
     for option, value in sorted((spec.get("options") or {}).items()):
@@ -178,12 +197,34 @@ def words(job: Object) -> list[str]:
     return [*told, *map(str, spec["program"])]
 
 
+def node_range(batch_job: Object) -> tuple[int, int] | None:
+    """Return the fewest and most nodes for which a Job was made, None where it does not say."""
+    for container in batch_job["spec"]["template"]["spec"]["containers"]:
+        for entry in container.get("env") or ():
+            if container["name"] == CONTAINER and entry["name"] == environ.Pod.NODES:
+                fewest, _, most = str(entry["value"]).partition(":")
+                return int(fewest), int(most or fewest)
+    return None
+
+
 def _literal(word: str) -> str:
     """Return a word that Kubernetes passes on as `word`: it would expand `$(NAME)`."""
     return word.replace("$", "$$")
 
 
 def _env(job: Object) -> list[Object]:
-    if int(job["spec"]["nodes"]) == 1:
-        return []
-    return [{"name": "MSRUN_SECRET_FILE", "value": f"{_KEY_FOLDER}/key"}]
+    spec, name = job["spec"], job["metadata"]["name"]
+    nodes, fewest = int(spec["nodes"]), int(spec.get("minNodes", spec["nodes"]))
+    variables = {
+        environ.Pod.JOB: name,
+        environ.Pod.NODES: str(nodes) if fewest == nodes else f"{fewest}:{nodes}",
+        environ.Pod.MESSAGE: _MESSAGE_FILE,
+    }
+    if nodes > 1:
+        variables[environ.Pod.SCHEDULER] = f"{name}-0.{name}:{PORT}"
+        variables[environ.Pod.SECRET_FILE] = f"{_KEY_FOLDER}/key"
+    made: list[Object] = [{"name": key.value, "value": text} for key, text in variables.items()]
+    if nodes > 1:
+        address = {"fieldRef": {"fieldPath": "status.podIP"}}
+        made.append({"name": environ.Pod.ADDRESS.value, "valueFrom": address})
+    return made

@@ -1,193 +1,44 @@
 """The edge of the operator: kopf watches, the decisions are `msjob`'s and `msrunjob`'s.
 
-Each event about a job or what it owns asks for a look at that job.  A look reads everything anew,
-decides, writes the status under the version that was read, and acts.  Looks at one job never
-overlap; one that fails, such as for want of an API server, is taken again.
+Each event about a job or what it owns asks for a look at that job.  Looks at one job never
+overlap; one that fails, such as for want of an API server, is taken again.  With leader election,
+everything waits for the Lease, and stops when that cannot be renewed.
 """
 
 from __future__ import annotations
 
 import asyncio
 import contextlib
-import json
 import logging
-import secrets
+import os
+import signal
+import socket
 import tempfile
-import zlib
 from collections.abc import Callable
+from dataclasses import dataclass
 from pathlib import Path
-from typing import Any, cast
+from typing import Any
 
 import kopf
 import kubernetes
 from kubernetes.dynamic import DynamicClient
 from kubernetes.dynamic.exceptions import DynamicApiError
+from urllib3.exceptions import HTTPError
 
 from launchers.operator import msjob, msjob_objects, msrunjob, msrunjob_objects
-from launchers.operator.decision import (
-    Action,
-    Create,
-    Decision,
-    Delete,
-    Object,
-    Patch,
-    RecordEvent,
-    timestamp,
-)
+from launchers.operator.election import LeaseKeeper
+from launchers.operator.gang import GangScheduler
+from launchers.operator.lease import Candidate
+from launchers.operator.metrics import OperatorMetrics
+from launchers.operator.probes import ProbeServer, Route, parse_address
+from launchers.operator.reconcile import CONFLICT, JobReconciler, Key
+from msrun.errors import UnreachableError, UsageError
+from msrun.units import quoted, shown
 
 _LOG = logging.getLogger(__name__)
-_CONFLICT, _NOT_FOUND = 409, 404
 _RETRY_SECONDS = (0.2, 10.0)
 _RESYNC_SECONDS = 60.0
-_KEY_BYTES = 32
-_SOURCE = "msrun-operator"
-
-Key = tuple[str, str, str]
-"""API version, namespace and name of a job."""
-
-
-class JobReconciler:
-    """Takes looks at jobs and does what was decided; runs in threads of its own.
-
-    Args:
-        client: The cluster.
-        clock: Returns the seconds since 1970.
-    """
-
-    def __init__(self, client: DynamicClient, clock: Callable[[], float]) -> None:
-        self._client = client
-        self._clock = clock
-
-    def look(self, key: Key) -> float | None:
-        """Bring one job a step further; returns the seconds after which to look again.
-
-        Raises:
-            LookupError: There is no such job.
-            DynamicApiError: The cluster refused something; the next look may fare better.
-        """
-        api_version, namespace, name = key
-        kind = "MSJob" if api_version == msjob.API_VERSION else "MsrunJob"
-        job = self._find(api_version, kind, namespace, name)
-        if job is None:
-            raise LookupError(name)
-        decided = self._decide(kind, job)
-        if decided.status != (job.get("status") or {}):
-            self._write_status(api_version, kind, job, decided.status)
-        for action in decided.actions:
-            self._act(action, job)
-        return decided.again_in
-
-    def _decide(self, kind: str, job: Object) -> Decision:
-        namespace, name = job["metadata"]["namespace"], job["metadata"]["name"]
-        if kind == "MSJob":
-            pods = self._list("Pod", namespace, f"{msjob_objects.JOB}={name}")
-            return msjob.decide(job, pods, self._clock())
-        pods = self._list("Pod", namespace, f"{msrunjob_objects.JOB}={name}")
-        batch_job = self._find("batch/v1", "Job", namespace, name)
-        return msrunjob.decide(job, batch_job, pods, self._clock())
-
-    def _resource(self, api_version: str, kind: str) -> Any:
-        return self._client.resources.get(api_version=api_version, kind=kind)
-
-    def _find(self, api_version: str, kind: str, namespace: str, name: str) -> Object | None:
-        try:
-            found = self._resource(api_version, kind).get(namespace=namespace, name=name)
-        except DynamicApiError as error:
-            if error.status == _NOT_FOUND:
-                return None
-            raise
-        return cast("Object", found.to_dict())
-
-    def _list(self, kind: str, namespace: str, selector: str) -> list[Object]:
-        found = self._resource("v1", kind).get(namespace=namespace, label_selector=selector)
-        # Items of a list do not repeat their kind.
-        return [{"apiVersion": "v1", "kind": kind, **each} for each in found.to_dict()["items"]]
-
-    def _write_status(self, api_version: str, kind: str, job: Object, status: Object) -> None:
-        body = {**job, "status": status}
-        namespace = job["metadata"]["namespace"]
-        self._resource(api_version, kind).status.replace(body=body, namespace=namespace)
-
-    def _act(self, action: Action, job: Object) -> None:
-        namespace = job["metadata"]["namespace"]
-        match action:
-            case Create(obj):
-                self._create(obj, job)
-            case Patch(obj):
-                resource = self._resource(obj["apiVersion"], obj["kind"])
-                kind = "application/merge-patch+json"
-                resource.patch(body=obj, namespace=namespace, content_type=kind)
-            case Delete():
-                with _allowing(_CONFLICT, _NOT_FOUND):
-                    options = {"preconditions": {"uid": action.uid}} if action.uid else {}
-                    self._resource(action.api_version, action.kind).delete(
-                        name=action.name,
-                        namespace=action.namespace,
-                        body={**options, "propagationPolicy": "Background"},
-                    )
-            case RecordEvent():
-                self._record(action, job)
-
-    def _create(self, obj: Object, job: Object) -> None:
-        """Create an object; a refusal stands in an event, once for each reason."""
-        namespace = job["metadata"]["namespace"]
-        resource = self._resource(obj["apiVersion"], obj["kind"])
-        try:
-            with _allowing(_CONFLICT):
-                resource.create(body=_with_key(obj), namespace=namespace)
-        except DynamicApiError as error:
-            text = f"{obj['kind']} {obj['metadata']['name']}: {_reason(error)}"
-            number = zlib.crc32(text.encode())
-            told = RecordEvent(is_warning=True, reason="FailedCreate", message=text)
-            with _allowing(_CONFLICT):
-                self._record(told, job, name=f"{job['metadata']['name']}.{number:08x}")
-            raise
-
-    def _record(self, action: RecordEvent, job: Object, *, name: str = "") -> None:
-        metadata, namespace = job["metadata"], job["metadata"]["namespace"]
-        now = timestamp(self._clock())
-        named = {"name": name} if name else {"generateName": f"{metadata['name']}."}
-        about = {"apiVersion": job["apiVersion"], "kind": job["kind"], "name": metadata["name"]}
-        event = {
-            "apiVersion": "v1",
-            "kind": "Event",
-            "metadata": {**named, "namespace": namespace},
-            "involvedObject": {**about, "namespace": namespace, "uid": metadata["uid"]},
-            "type": "Warning" if action.is_warning else "Normal",
-            "reason": action.reason,
-            "message": action.message,
-            "source": {"component": _SOURCE},
-            "firstTimestamp": now,
-            "lastTimestamp": now,
-            "count": 1,
-        }
-        self._resource("v1", "Event").create(body=event, namespace=namespace)
-
-
-def _reason(error: DynamicApiError) -> str:
-    """Return the sentence with which the cluster refused."""
-    try:
-        return str(json.loads(error.body)["message"])
-    except (KeyError, TypeError, ValueError):
-        return str(error.reason)
-
-
-@contextlib.contextmanager
-def _allowing(*statuses: int) -> Any:
-    """Go on where the cluster is as it should be already."""
-    try:
-        yield
-    except DynamicApiError as error:
-        if error.status not in statuses:
-            raise
-
-
-def _with_key(obj: Object) -> Object:
-    """Return an object to create, a Secret that asks for it with a fresh key."""
-    field = (obj["metadata"].get("annotations") or {}).get(msjob_objects.NEEDS_KEY)
-    if obj["kind"] != "Secret" or field is None:
-        return obj
-    return {**obj, "stringData": {field: secrets.token_hex(_KEY_BYTES)}}
+_NAMESPACE_FILE = "/var/run/secrets/kubernetes.io/serviceaccount/namespace"
 
 
 class LookQueue:
@@ -195,10 +46,16 @@ class LookQueue:
 
     Args:
         reconciler: What a look is.
+        metrics: Counts them.
+        clock: Returns seconds that never jump.
     """
 
-    def __init__(self, reconciler: JobReconciler) -> None:
+    def __init__(
+        self, reconciler: JobReconciler, metrics: OperatorMetrics, clock: Callable[[], float]
+    ) -> None:
         self._reconciler = reconciler
+        self._metrics = metrics
+        self._clock = clock
         self._asked: dict[Key, asyncio.Event] = {}
         self._tasks: dict[Key, asyncio.Task[None]] = {}
 
@@ -216,6 +73,7 @@ class LookQueue:
             with contextlib.suppress(TimeoutError):
                 await asyncio.wait_for(asked.wait(), timeout)
             asked.clear()
+            began, result = self._clock(), "ok"
             try:
                 again_in = await asyncio.to_thread(self._reconciler.look, key)
                 wait = _RETRY_SECONDS[0]
@@ -225,14 +83,22 @@ class LookQueue:
                 self._asked.pop(key, None)
                 self._tasks.pop(key, None)
                 return
-            except DynamicApiError as error:
-                # A conflict means that somebody was faster: the next look sees what they did.
-                level = logging.DEBUG if error.status == _CONFLICT else logging.WARNING
-                _LOG.log(level, "job=%s/%s again_in=%s refused: %s", *key[1:], wait, error)
-                again_in, wait = wait, min(2 * wait, _RETRY_SECONDS[1])
             except Exception as error:  # noqa: BLE001 - one job's trouble is not that of the others
-                _LOG.warning("job=%s/%s again_in=%s %r", *key[1:], wait, error)
+                result = self._note(key, error, wait)
                 again_in, wait = wait, min(2 * wait, _RETRY_SECONDS[1])
+            kind = "MSJob" if key[0] == msjob.API_VERSION else "MsrunJob"
+            self._metrics.note_look(kind, result, self._clock() - began)
+
+    def _note(self, key: Key, error: Exception, wait: float) -> str:
+        """Log why a look ended early, and return how metrics call that."""
+        where = "/".join(key[1:])
+        if isinstance(error, DynamicApiError) and error.status == CONFLICT:
+            # Somebody was faster: the next look sees what they did.
+            _LOG.debug("job=%s again_in=%s conflict", where, wait)
+            return "conflict"
+        reason = str(error) if isinstance(error, DynamicApiError) else repr(error)
+        _LOG.warning("job=%s again_in=%s refused: %s", where, wait, reason)
+        return "error"
 
 
 def registry_of(queue: LookQueue) -> kopf.OperatorRegistry:
@@ -273,47 +139,176 @@ def _log_in(settings: kopf.OperatorSettings, **_: object) -> kopf.ConnectionInfo
     return account or kopf.login_with_kubeconfig(settings=settings)
 
 
-async def serve(clock: Callable[[], float], *, namespace: str | None, liveness: str | None) -> None:
-    """Watch until told to end by SIGTERM or SIGINT.
+@dataclass(frozen=True, slots=True, kw_only=True)
+class OperatorOptions:
+    """What an operator is asked for.
+
+    Attributes:
+        namespace: The only one to watch; None is all.
+        metrics_address: Where metrics are, such as `:8080`; `0` is nowhere.
+        probe_address: Where /healthz and /readyz are.
+        elects: Whether to work only while holding the Lease.
+        lease_seconds: How long the Lease holds without being renewed.
+        lease_namespace: Where the Lease is; None is the pod's own.
+        gang_scheduler: Who places the pods of every MSJob together; empty is nobody.
+    """
+
+    namespace: str | None
+    metrics_address: str = "0"
+    probe_address: str = "0"
+    elects: bool = False
+    lease_seconds: float = 15.0
+    lease_namespace: str | None = None
+    gang_scheduler: str = ""
+
+
+class OperatorProgram:
+    """One operator from its start to its end.
 
     Args:
-        clock: Returns the seconds since 1970.
-        namespace: The only one to watch; None is all.
-        liveness: URL to answer health checks at, such as http://0.0.0.0:8080/healthz.
+        options: What it is asked for.
+        wall: Returns the seconds since 1970.
+        clock: Returns seconds that never jump.
+
+    Raises:
+        UsageError: An option has a value that it does not take.
     """
+
+    def __init__(
+        self, options: OperatorOptions, *, wall: Callable[[], float], clock: Callable[[], float]
+    ) -> None:
+        self._options = options
+        self._wall = wall
+        self._clock = clock
+        self._metrics = OperatorMetrics()
+        self._ended = asyncio.Event()
+        self._gang = _gang_scheduler(options.gang_scheduler)
+        given = {
+            "--metrics-bind-address": (options.metrics_address, {"/metrics": self._metrics.render}),
+            "--health-probe-bind-address": (
+                options.probe_address,
+                {"/healthz": lambda: "ok\n", "/readyz": lambda: "ok\n"},
+            ),
+        }
+        self._ports: dict[tuple[str, int], dict[str, Route]] = {}
+        for option, (text, routes) in given.items():
+            if address := parse_address(text, option):
+                self._ports.setdefault(address, {}).update(routes)
+
+    async def run(self) -> None:
+        """Work until told to end by SIGTERM or SIGINT.
+
+        Raises:
+            UnreachableError: There is no cluster.
+        """
+        self._await_signals()
+        probes = ProbeServer()
+        try:
+            for address, routes in self._ports.items():
+                await probes.listen(address, routes)
+            # Its notes on the kinds of the cluster are of no use to others.
+            with tempfile.TemporaryDirectory(prefix="msrun-operator-") as folder:
+                client = await asyncio.to_thread(_connect, Path(folder, "kinds.json"))
+                await self._work(client)
+        finally:
+            probes.close()
+
+    async def _work(self, client: DynamicClient) -> None:
+        if not self._options.elects:
+            self._metrics.lead(is_leader=True)
+            await self._watch(client, self._ended)
+            return
+        namespace = self._options.lease_namespace or _own_namespace()
+        candidate = Candidate(_identity(), namespace, self._options.lease_seconds)
+        keeper = LeaseKeeper(client, candidate, wall=self._wall, clock=self._clock)
+        while not self._ended.is_set():
+            self._await_signals()  # kopf takes them over while it watches
+            if not await keeper.acquire(self._ended):
+                break
+            self._metrics.lead(is_leader=True)
+            lost = asyncio.Event()
+            keeping = asyncio.create_task(keeper.keep(lost))
+            try:
+                await self._watch(client, lost)
+            finally:
+                keeping.cancel()
+                self._metrics.lead(is_leader=False)
+            if not lost.is_set():  # a signal ended it
+                break
+        await keeper.release()
+
+    async def _watch(self, client: DynamicClient, stop: asyncio.Event) -> None:
+        """Watch until `stop` is set, or a signal comes."""
+        reconciler = JobReconciler(client, self._wall, self._metrics, self._gang)
+        queue = LookQueue(reconciler, self._metrics, self._clock)
+        settings = kopf.OperatorSettings()
+        settings.posting.enabled = False
+        # Looks are what takes time, and they may end at any point.
+        settings.queueing.idle_timeout = 0.5
+        settings.queueing.exit_timeout = 0.2
+        settings.networking.error_backoffs = [0.1, 0.5, 1, 2, 5]
+        namespace = self._options.namespace
+        await kopf.operator(
+            registry=registry_of(queue),
+            settings=settings,
+            standalone=True,
+            clusterwide=namespace is None,
+            namespaces=[namespace] if namespace else (),
+            stop_flag=stop,
+        )
+
+    def _await_signals(self) -> None:
+        loop = asyncio.get_running_loop()
+        for signum in (signal.SIGTERM, signal.SIGINT):
+            loop.add_signal_handler(signum, self._ended.set)
+
+
+async def serve(
+    options: OperatorOptions, *, wall: Callable[[], float], clock: Callable[[], float]
+) -> None:
+    """Run an operator until it is told to end.
+
+    Raises:
+        UsageError: An option has a value that it does not take.
+        UnreachableError: There is no cluster.
+    """
+    await OperatorProgram(options, wall=wall, clock=clock).run()
+
+
+def _gang_scheduler(text: str) -> GangScheduler | None:
+    """Return who places gangs; Kueue needs a queue, so jobs ask for it by a label."""
+    choices = (GangScheduler.VOLCANO, GangScheduler.PLUGINS)
+    if text and text not in choices:
+        raise UsageError(
+            f"--gang-scheduler-name {quoted(text)} is unknown (choose {' or '.join(choices)})"
+        )
+    return GangScheduler(text) if text else None
+
+
+def _connect(notes: Path) -> DynamicClient:
     config: Any = kubernetes.config
     try:
-        config.load_incluster_config()
-    except config.ConfigException:
-        config.load_kube_config()
-    # Its notes on the kinds of the cluster are of no use to others.
-    with tempfile.TemporaryDirectory(prefix="msrun-operator-") as folder:
-        notes = str(Path(folder, "kinds.json"))
-        client = await asyncio.to_thread(
-            DynamicClient, kubernetes.client.ApiClient(), cache_file=notes
-        )
-        await _watch(client, clock, namespace=namespace, liveness=liveness)
+        try:
+            config.load_incluster_config()
+        except config.ConfigException:
+            config.load_kube_config()
+    except (config.ConfigException, OSError) as error:
+        reason = " ".join(str(error).split())
+        raise UsageError(f"there is no cluster: {shown(reason)}") from None
+    try:
+        return DynamicClient(kubernetes.client.ApiClient(), cache_file=str(notes))
+    except (HTTPError, DynamicApiError, OSError) as error:
+        reason = " ".join(str(error).split())
+        raise UnreachableError(f"the API server does not answer: {shown(reason)}") from None
 
 
-async def _watch(
-    client: DynamicClient,
-    clock: Callable[[], float],
-    *,
-    namespace: str | None,
-    liveness: str | None,
-) -> None:
-    queue = LookQueue(JobReconciler(client, clock))
-    settings = kopf.OperatorSettings()
-    settings.posting.enabled = False
-    # Looks are what takes time, and they may end at any point.
-    settings.queueing.idle_timeout = 0.5
-    settings.queueing.exit_timeout = 0.2
-    settings.networking.error_backoffs = [0.1, 0.5, 1, 2, 5]
-    await kopf.operator(
-        registry=registry_of(queue),
-        settings=settings,
-        standalone=True,
-        clusterwide=namespace is None,
-        namespaces=[namespace] if namespace else (),
-        liveness_endpoint=liveness,
-    )
+def _identity() -> str:
+    """Return a name that no other operator has, also not the next one in this pod."""
+    return f"{socket.gethostname()}_{os.urandom(4).hex()}"
+
+
+def _own_namespace() -> str:
+    try:
+        return Path(_NAMESPACE_FILE).read_text().strip()
+    except OSError:
+        return "default"

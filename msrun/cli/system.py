@@ -58,6 +58,9 @@ class System(Protocol):
     def own_addresses(self) -> tuple[str, ...]:
         """Return the addresses by which other machines may reach this one."""
 
+    def reaches(self, address: str, port: int) -> bool:
+        """Tell whether somebody listens on `port` of the numeric `address`."""
+
     def port_problem(self, host: str, port: int) -> str | None:
         """Return why nobody can listen on `port` of this machine, None when one can."""
 
@@ -170,6 +173,12 @@ class RealSystem:
         from msrun.supervise import network
 
         return network.own_addresses()
+
+    def reaches(self, address: str, port: int) -> bool:
+        """Connect, and say nothing."""
+        from msrun.supervise import network
+
+        return network.reaches(address, port)
 
     def port_problem(self, host: str, port: int) -> str | None:
         """Try to have `port` for a moment; say who has it when that does not work."""

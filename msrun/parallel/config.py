@@ -4,6 +4,8 @@ A section checks its own values when it is made.  `config_file` reads sections f
 `layout` checks everything that depends on the number of ranks.
 """
 
+# tidy: long file, every key of the configuration stands in one file, with its meaning
+
 from __future__ import annotations
 
 import re
@@ -11,9 +13,13 @@ from typing import Literal
 
 import msgspec
 
-from msrun.errors import UsageError
 from msrun.parallel.plans.families import PLAN_NAMES, unknown_plan
-from msrun.units import parse_size
+from msrun.parallel.settings.section import ConfigSection
+from msrun.parallel.settings.section import at_least as _at_least
+from msrun.parallel.settings.section import given as _given
+from msrun.parallel.settings.section import size as _size
+from msrun.parallel.settings.servers import ServerParameters
+from msrun.parallel.settings.steps import Checkpoint, Verify
 
 ROOT = "parallel"
 REST = -1
@@ -21,6 +27,7 @@ REST = -1
 # Axes with a meaning of their own; every other name is for the operator plan.
 DATA_AXIS = "dp"
 PIPELINE_AXIS = "pp"
+CONTEXT_AXIS = "cp"
 # The axis that plans that ship take where the mesh has several.
 TENSOR_AXIS = "tp"
 
@@ -29,7 +36,7 @@ UNSHARDED_DIMS = "..."
 
 Dim = str | list[str] | None
 Dims = list[Dim]
-Style = Literal["colwise", "rowwise", "sequence", "embedding", "vocab", "experts"]
+Style = Literal["colwise", "rowwise", "sequence", "embedding", "vocab", "experts", "context"]
 Schedule = Literal[
     "gpipe", "1f1b", "interleaved", "looped_bfs", "interleaved_zb", "zbv", "dualpipev"
 ]
@@ -44,34 +51,6 @@ Search = Literal[
 ]
 
 _KEY = re.compile(r"[A-Za-z_][A-Za-z0-9_]*")
-
-
-class ConfigSection(
-    msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True, omit_defaults=True
-):
-    """One mapping of the configuration file; an unknown key is an error."""
-
-
-def _size(section: ConfigSection, name: str) -> int:
-    value = getattr(section, name)
-    if isinstance(value, int):
-        _at_least(section, name, 0)
-        return value
-    try:
-        return parse_size(value)
-    except UsageError as error:
-        raise ValueError(f"{name}: {error.message}") from None
-
-
-def _given(section: ConfigSection) -> list[str]:
-    """Return the keys of `section` whose values differ from the defaults, in order."""
-    return list(msgspec.to_builtins(section))
-
-
-def _at_least(section: ConfigSection, name: str, least: int) -> None:
-    value = getattr(section, name)
-    if value < least:
-        raise ValueError(f"{name}: {value} must be at least {least}")
 
 
 class LayoutRule(ConfigSection, frozen=True, kw_only=True):
@@ -115,10 +94,14 @@ class PlanRule(ConfigSection, frozen=True, kw_only=True):
         style: Name of a common sharding: `colwise`, `rowwise` and `embedding` shard the weight of
             a `Linear` or `Embedding`, `vocab` keeps logits sharded by class, `sequence` shards dim
             1 of input and output, `experts` shards every expert of a module with the weights of
-            all in 3-D parameters, and over the axis `ep` sends tokens to the ranks of experts.
+            all in 3-D parameters, and over the axis `ep` sends tokens to the ranks of experts,
+            `context` computes the attention in these modules over the axis `cp`, whose ranks have
+            consecutive tokens of each sequence.
         axis: Mesh axis of `style`; None takes the only axis beside `dp` and `pp`.
         parts: With `colwise`: number of equal projections that follow each other in one weight,
             such as 3 for query, key and value; each is sharded, at least 1.
+        kind: With `context`: `all_to_all` gives each rank all tokens of some heads, and `auto` is
+            that.
         strategy: MindSpore's notation: into how many parts each dim of each input is split,
             weights included.
         out_strategy: With `strategy`: into how many parts each dim of the output is split; None
@@ -135,6 +118,7 @@ class PlanRule(ConfigSection, frozen=True, kw_only=True):
     style: Style | None = None
     axis: str | None = None
     parts: int = 1
+    kind: Literal["auto", "all_to_all"] | None = None
     strategy: list[list[int]] | None = None
     out_strategy: list[list[int]] | None = None
     layout: LayoutRule | None = None
@@ -156,6 +140,10 @@ class PlanRule(ConfigSection, frozen=True, kw_only=True):
             raise ValueError(f"{given[0]}: cannot be combined with {given[1]}")
         if self.axis and not self.style:
             raise ValueError("axis: belongs to a style")
+        if self.style == "context" and self.axis not in (None, CONTEXT_AXIS):
+            raise ValueError(f"axis: style context divides the axis {CONTEXT_AXIS}")
+        if self.kind and self.style != "context":
+            raise ValueError("kind: belongs to style context")
         _at_least(self, "parts", 1)
         if self.parts > 1 and self.style != "colwise":
             raise ValueError("parts: belongs to style colwise")
@@ -265,52 +253,6 @@ class Recompute(ConfigSection, frozen=True, kw_only=True):
     save: list[Literal["comm", "matmul"]] = []
 
 
-class Checkpoint(ConfigSection, frozen=True, kw_only=True):
-    """Checkpoints of `rt.save` and `rt.resume`.
-
-    Args:
-        dir: Directory that holds all checkpoints of the job, on a file system that all nodes share.
-        every: Steps between two automatic checkpoints; 0 writes none automatically.
-        keep: Number of newest checkpoints to keep, at least 0; 0 keeps all.
-        is_async: Key `async`: whether files are written in the background while training
-            continues.
-        strategy: File to which the first save writes the layout of every parameter; None writes
-            none.
-    """
-
-    dir: str
-    every: int = 0
-    keep: int = 5
-    is_async: bool = msgspec.field(default=False, name="async")
-    strategy: str | None = None
-
-    def __post_init__(self) -> None:
-        _at_least(self, "every", 0)
-        _at_least(self, "keep", 0)
-
-
-class Verify(ConfigSection, frozen=True, kw_only=True):
-    """What of the first steps is compared with one process.
-
-    Args:
-        steps: Number of first steps, at least 1; `first_step` is 1.
-        memory: Bytes that a comparison may take, as a number or text such as `20GiB`; None allows
-            half of what is free on rank 0 before `rt.shard`.  A larger model is compared by layers.
-        modules: Patterns of the layers; empty takes first and last of each kind, of larger models.
-    """
-
-    steps: int | Literal["first_step"] = 1
-    memory: int | str | None = None
-    modules: list[str] = []
-
-    def __post_init__(self) -> None:
-        if self.steps == "first_step":
-            msgspec.structs.force_setattr(self, "steps", 1)
-        _at_least(self, "steps", 1)
-        if self.memory is not None:
-            msgspec.structs.force_setattr(self, "memory", _size(self, "memory"))
-
-
 class ParallelConfig(ConfigSection, frozen=True, kw_only=True):
     """How one model trains on many ranks.
 
@@ -343,6 +285,7 @@ class ParallelConfig(ConfigSection, frozen=True, kw_only=True):
         dropout: `local` has each data-parallel rank draw its own masks; `exact` gives the masks of
             one process, and each rank takes the time to draw those of the global batch.  Mode auto
             has masks of its own, which are equal on any number of ranks and not those of torch.
+        servers: Parameters that live on parameter servers; None has none.
         checkpoint: Checkpoints; None writes only those that the script asks for by path.
         seed: Seed of the generators of Python, numpy and torch, at least 0; None leaves them as
             they are.
@@ -365,6 +308,7 @@ class ParallelConfig(ConfigSection, frozen=True, kw_only=True):
     reduce: Reduce = Reduce()
     batch_norm: Literal["sync", "local"] = "sync"
     dropout: Literal["local", "exact"] = "local"
+    servers: ServerParameters | None = None
     checkpoint: Checkpoint | None = None
     seed: int | None = None
     verify: int | Literal["first_step"] | Verify = 0
@@ -381,7 +325,9 @@ class ParallelConfig(ConfigSection, frozen=True, kw_only=True):
                 "reduce: fuse applies to parameters below optimizer.threshold, which is 0"
             )
         self._check_search()
+        self._check_context()
         self._check_mesh()
+        self._check_servers()
         if self.mode == "auto" and self.dropout == "exact":
             raise ValueError(
                 "dropout: mode auto has masks of its own, not those of torch (choose local)"
@@ -411,6 +357,18 @@ class ParallelConfig(ConfigSection, frozen=True, kw_only=True):
             if self.verify and is_so:
                 raise ValueError(f"verify: {sentence}")
 
+    def _check_servers(self) -> None:
+        """Refuse what is not composed with parameter servers."""
+        others = {
+            "mode auto plans whole models": self.mode == "auto",
+            "mode manual leaves the reduction to the script": self.mode == "manual",
+            "stages of a pipeline have other parameters each": self.pipeline is not None,
+            "verify compares with one process, which has no servers": bool(self.verify),
+        }
+        for sentence, is_so in others.items():
+            if self.servers and is_so:
+                raise ValueError(f"servers: {sentence}")
+
     def _check_plan(self) -> None:
         """Refuse unknown names; the name of a plan alone becomes a list, so that text is a path."""
         if self.plan == "":
@@ -428,6 +386,12 @@ class ParallelConfig(ConfigSection, frozen=True, kw_only=True):
                     raise ValueError(
                         f"plan[{index}]: mode auto finds a plan, not {name} (choose semi_auto)"
                     )
+
+    def _check_context(self) -> None:
+        """Refuse several rules that divide the one sequence."""
+        found = [index for index, rule in self._numbered_rules() if rule.style == "context"]
+        if len(found) > 1:
+            raise ValueError(f"plan[{found[1]}].style: context stands in plan[{found[0]}] already")
 
     def _numbered_rules(self) -> list[tuple[int, PlanRule]]:
         """Return the rules of the configuration and their places in `plan`."""
@@ -478,6 +442,7 @@ def _wishes_of_activations(rule: PlanRule) -> dict[str, bool]:
     layout = rule.layout
     return {
         "style: sequence": rule.style == "sequence",
+        "style: context": rule.style == "context",
         "in": rule.inputs is not None,
         "out": rule.out is not None,
         "out_strategy": rule.out_strategy is not None,
@@ -494,6 +459,8 @@ def preloads(config: ParallelConfig) -> tuple[str, ...]:
         "torch.distributed.fsdp": is_sharded,
         "torch.distributed.pipelining": config.pipeline is not None,
         "torch.distributed.checkpoint": config.checkpoint is not None,
+        "msrun.parallel.servers.process": config.servers is not None,
+        "msrun.parallel.servers.remote": config.servers is not None,
         "msrun.parallel.runtime": True,
         "msrun.parallel.preload": True,
     }

@@ -20,8 +20,6 @@ from msrun.bounded_file import read_bounded
 from msrun.errors import ConfigError
 from msrun.parallel.config import (
     ROOT,
-    Checkpoint,
-    ConfigSection,
     LayoutRule,
     Optimizer,
     ParallelConfig,
@@ -29,9 +27,12 @@ from msrun.parallel.config import (
     PlanRule,
     Recompute,
     Reduce,
-    Verify,
 )
+from msrun.parallel.notation.mindspore_keys import translate
 from msrun.parallel.notation.rules import check_notation
+from msrun.parallel.settings.section import ConfigSection
+from msrun.parallel.settings.servers import ServerParameters, ServerSnapshots, Staleness
+from msrun.parallel.settings.steps import Checkpoint, Verify
 from msrun.units import quoted
 
 # Keys of MindSpore's configuration that have no counterpart here, with what to do instead.
@@ -41,7 +42,7 @@ _REFUSED = {
     "cost": "costs come from the topology (a preset, or a file of msrun calibrate)",
     "data": "arguments of rt.loader(dataset, batch_size) divide batches",
     "place": "heterogeneous placement is not part of this version",
-    "ps": "the parameter server is not part of this version",
+    "ps": "parameter servers are the key servers",
 }
 
 
@@ -74,15 +75,11 @@ def parse_config(tree: object) -> ParallelConfig:
     Raises:
         ConfigError: A key or value is wrong.
     """
-    # A file may have the configuration under the key `parallel`, as a job file does.
-    if isinstance(tree, Mapping) and set(tree) == {ROOT}:
-        tree = tree[ROOT]
-    tree = {} if tree is None else tree
-    if not isinstance(tree, Mapping):
-        raise ConfigError(f"{ROOT}: {_shown(tree)} is no mapping")
+    tree = _mapping(tree)
     for key, sentence in _REFUSED.items():
         if key in tree:
             raise ConfigError(f"{ROOT}.{key}: {sentence}")
+    tree, _ = translate(tree)
     try:
         config = msgspec.convert(tree, ParallelConfig, strict=False)
     except msgspec.ValidationError as error:
@@ -94,8 +91,32 @@ def parse_config(tree: object) -> ParallelConfig:
     if isinstance(config.plan, list):
         for index, rule in enumerate(config.plan):
             if isinstance(rule, PlanRule):
-                check_notation(rule, f"{ROOT}.plan[{index}]", None)
+                check_notation(rule, f"{ROOT}.plan[{index}]")
     return config
+
+
+def read_translations(source: str | Path | Mapping[str, Any]) -> list[tuple[str, str]]:
+    """Return MindSpore's words in a configuration, each with what they became in ours.
+
+    Raises:
+        ConfigError: As `read_config`.
+    """
+    tree = source if isinstance(source, Mapping) else load_yaml(Path(source))
+    return translate(_mapping(tree))[1]
+
+
+def _mapping(tree: object) -> Mapping[str, Any]:
+    """Return the configuration in `tree`, which may have it under the key `parallel`, as job files.
+
+    Raises:
+        ConfigError: It is no mapping.
+    """
+    if isinstance(tree, Mapping) and set(tree) == {ROOT}:
+        tree = tree[ROOT]
+    tree = {} if tree is None else tree
+    if not isinstance(tree, Mapping):
+        raise ConfigError(f"{ROOT}: {_shown(tree)} is no mapping")
+    return tree
 
 
 def render_config(config: ParallelConfig) -> str:
@@ -192,6 +213,9 @@ _SECTIONS: dict[str, type[ConfigSection]] = {
     "pipeline": Pipeline,
     "recompute": Recompute,
     "reduce": Reduce,
+    "servers": ServerParameters,
+    "sync": Staleness,
+    "snapshot": ServerSnapshots,
     "checkpoint": Checkpoint,
     "verify": Verify,
 }

@@ -32,7 +32,7 @@ import contextlib
 import functools
 import sys
 import weakref
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from pathlib import Path
 from types import TracebackType
 from typing import IO, TYPE_CHECKING, Any, Self, TypeVar, Unpack
@@ -63,7 +63,10 @@ if TYPE_CHECKING:
     from msrun.parallel.auto.dropout_rng import DropoutRng
     from msrun.parallel.checkpoint.api import Checkpoints
     from msrun.parallel.data import LoaderOptions, MeshLoader, SizedDataset
+    from msrun.parallel.data_parallel.stream import StreamLoader
     from msrun.parallel.deferred.init import DeferredInit
+    from msrun.parallel.losses.metrics import StepMetrics
+    from msrun.parallel.servers.remote import RemoteParameters
     from msrun.parallel.sharded_model import KnownOptimizers, ShardedModel
     from msrun.parallel.step import LossFunction
     from msrun.parallel.verify.verifier import Verifier
@@ -121,11 +124,18 @@ class Runtime:
         self._dropout_rngs: list[Sequence[DropoutRng]] = []
         self._deferred: DeferredInit | None = None
         self._known: KnownOptimizers | None = None
+        self._remote: RemoteParameters | None = None
         self._verifiers: list[Verifier] = []
         self._verify_report = environ.verify_report(environ.current())
         use_axes(self.group)
         if config.seed is not None:
             seed_everything(config.seed)
+
+    @functools.cached_property
+    def _metrics(self) -> StepMetrics:
+        from msrun.parallel.losses.metrics import StepMetrics
+
+        return StepMetrics()
 
     @property
     def context(self) -> RankContext:
@@ -143,7 +153,7 @@ class Runtime:
         Raises:
             ConfigError: With `mesh: auto`, `shard` was not called yet.
         """
-        return self.context.layout
+        return self.context.configured.layout
 
     @property
     def mesh(self) -> DeviceMesh:
@@ -152,7 +162,7 @@ class Runtime:
         Raises:
             ConfigError: With `mesh: auto`, `shard` was not called yet.
         """
-        return self.context.mesh
+        return self.context.configured.mesh
 
     @property
     def batch_weight(self) -> float:
@@ -171,7 +181,7 @@ class Runtime:
     @property
     def coordinate(self) -> dict[str, int]:
         """Axis name -> this rank's index on it."""
-        return self.context.coordinate
+        return self.context.configured.coordinate
 
     def group(self, axis: str) -> dist.ProcessGroup:
         """Return the process group of this rank along `axis`.
@@ -179,7 +189,7 @@ class Runtime:
         Raises:
             ConfigError: The mesh has no such axis.
         """
-        return self.context.group(axis)
+        return self.context.configured.group(axis)
 
     def print(
         self,
@@ -247,6 +257,8 @@ class Runtime:
 
         if model in self._models:
             raise UsageError(f"{type(model).__name__} is a model of rt.shard already")
+        if self._remote:
+            raise UsageError(f"{ROOT}.servers: servers have the parameters of another model")
         # With `mesh: auto` every model chooses its mesh, also after an earlier one has.
         rank = self._unplaced if self.config.mesh == "auto" else self.context
         copied = None
@@ -259,6 +271,7 @@ class Runtime:
         origin = Origin(model, is_consumed=is_consumed)
         result, state, self._place = shard_model(self.config, rank, model, sample)
         self._models[result] = state
+        self._find_remote(result)
         state.origin = origin
         if state.is_pipeline:
             setattr(result, WHOLE_NAMES, origin.first)
@@ -276,6 +289,13 @@ class Runtime:
         nn.Module.register_forward_hook(result, _beat_after)
         return result
 
+    def _find_remote(self, model: nn.Module) -> None:
+        """Have the configured parameters of `model` live on servers."""
+        if self.config.servers:
+            from msrun.parallel.servers.remote import RemoteParameters
+
+            self._remote = RemoteParameters(self.config, self.context, model, self.generation)
+
     def optimizer(self, optimizer: OptimizerT) -> OptimizerT:
         """Check `optimizer`, made of parameters of a sharded model, and return it.
 
@@ -288,6 +308,7 @@ class Runtime:
         """
         from msrun.parallel.data_parallel.mixed_groups import support_mixed_groups
         from msrun.parallel.data_parallel.optimizer_kinds import check_kind
+        from msrun.parallel.foreach.step_hooks import after_step
         from msrun.parallel.weights.state_dicts import prepare_optimizer
 
         for sharded in self._models.values():
@@ -299,26 +320,31 @@ class Runtime:
         check_kind(optimizer)
         support_mixed_groups(optimizer)
         if self._verify_report:
-            optimizer.register_step_post_hook(lambda *_: self._end_if_verified())
+            after_step(optimizer, self._end_if_verified)
         prepare_optimizer(optimizer, is_pipeline=any(m.is_pipeline for m in self._models.values()))
+        if self._remote:
+            self._remote.attach(optimizer)
         return optimizer
 
     def loader(
-        self, dataset: SizedDataset, batch_size: int, **options: Unpack[LoaderOptions]
-    ) -> MeshLoader:
+        self,
+        dataset: SizedDataset | Iterable[object],
+        batch_size: int,
+        **options: Unpack[LoaderOptions],
+    ) -> MeshLoader | StreamLoader:
         """Return a `DataLoader` over this rank's part of `dataset`.
 
         Args:
-            dataset: A dataset with a length; an iterable dataset is refused.
+            dataset: A dataset with a length, or an iterable one, which every rank reads whole.
             batch_size: Samples of one batch of one data-parallel rank.
             options: `shuffle`, `seed`, `drop_last`, and the options of `DataLoader`.
 
         Raises:
             UsageError: The last batch would leave some rank without a sample.
         """
-        from msrun.parallel.data import MeshLoader
+        from msrun.parallel.data import make_loader
 
-        return MeshLoader(self.context, dataset, batch_size, **options)
+        return make_loader(self.context.configured, dataset, batch_size, **options)
 
     def step(
         self,
@@ -347,11 +373,15 @@ class Runtime:
             ModelError: The batch or the loss does not fit, or the kind of the optimizer is refused.
         """
         from msrun.parallel.data_parallel.optimizer_kinds import check_kind
-        from msrun.parallel.step import run_step
+        from msrun.parallel.step import check_clip, run_step
 
         check_kind(optimizer)
         sharded = self.sharded(model)
         self._check_known(optimizer)
+        if max_norm is not None:
+            check_clip(self.config, self.context)
+        if self._remote:
+            self._remote.attach(optimizer)
         saves = self.config.checkpoint is not None and self.config.checkpoint.every > 0
         if saves:
             self.checkpoints.before_step()
@@ -382,6 +412,10 @@ class Runtime:
         """Saves and loads checkpoints.  The first use makes a process group: all ranks together."""
         from msrun.parallel.checkpoint.api import Checkpoints
 
+        if self._remote:
+            from msrun.parallel.servers.checkpoints import RemoteCheckpoints
+
+            return RemoteCheckpoints(self._remote, self.config, self.context, self._dropout_rngs)
         return Checkpoints(self.config, self.context, self._dropout_rngs)
 
     def save(
@@ -391,7 +425,7 @@ class Runtime:
         *,
         step: int,
         path: str | Path | None = None,
-        loader: MeshLoader | None = None,
+        loader: MeshLoader | StreamLoader | None = None,
         extra: Mapping[str, object] | None = None,
     ) -> None:
         """Write a checkpoint that any number of ranks in any layout can load; all ranks call it.
@@ -417,7 +451,7 @@ class Runtime:
         optimizer: torch.optim.Optimizer | None = None,
         *,
         path: str | Path | None = None,
-        loader: MeshLoader | None = None,
+        loader: MeshLoader | StreamLoader | None = None,
         extra: Mapping[str, object] | None = None,
     ) -> int:
         """Load a checkpoint, or the newest of a directory; return its number of steps.
@@ -439,7 +473,7 @@ class Runtime:
         self,
         model: nn.Module,
         optimizer: torch.optim.Optimizer,
-        loader: MeshLoader | None = None,
+        loader: MeshLoader | StreamLoader | None = None,
         *,
         extra: Mapping[str, object] | None = None,
     ) -> int:
@@ -497,8 +531,9 @@ class Runtime:
         Raises:
             CheckpointError: It could not be written, here or on another rank.
         """
-        exporter = self._exporter(model)
-        exporter.save(Path(path), parse_size(str(max_shard_size)))
+        with self._whole():
+            exporter = self._exporter(model)
+            exporter.save(Path(path), parse_size(str(max_shard_size)))
 
     def state_dict(self, model: nn.Module) -> dict[str, Tensor]:
         """Return the state dict of the unmodified model on rank 0, and an empty one elsewhere.
@@ -508,7 +543,13 @@ class Runtime:
         Raises:
             CheckpointError: A tensor has no values.
         """
-        return self._exporter(model).state_dict()
+        with self._whole():
+            return self._exporter(model).state_dict()
+
+    def _whole(self) -> contextlib.AbstractContextManager[None]:
+        """Have parameters that live on servers here inside the block."""
+        remote = self._remote
+        return remote.whole(is_replaced=False) if remote else contextlib.nullcontext()
 
     def _exporter(self, model: nn.Module) -> Exporter:
         from msrun.parallel.weights.export import Exporter
@@ -584,6 +625,26 @@ class Runtime:
 
         return mean_over_data(self.context, value)
 
+    def metric(self, name: str, total: Tensor | float, count: Tensor | float = 1) -> None:
+        """Note a number of a part of the batch; a loss function calls it.
+
+        Args:
+            name: Of the number.
+            total: Its sum over the part, such as the samples that were right.
+            count: What divides the sum, such as the samples.
+
+        Raises:
+            ModelError: One of them is not one number.
+        """
+        self._metrics.add(self.context, name, total, count)
+
+    def metrics(self) -> dict[str, float]:
+        """Return the quotient of each `metric`, over all ranks and all steps since the last call.
+
+        All ranks call it together, and get the same.
+        """
+        return self._metrics.read(self.context)
+
     def finish(self) -> None:
         """Wait until every checkpoint is written; a process that ends well does so by itself.
 
@@ -598,6 +659,8 @@ class Runtime:
     def close(self) -> None:
         """Leave the process group, if `init` made it; a second call does nothing."""
         _forget(self)
+        if self._remote:
+            self._remote.close()
         if self.config.verify and self.is_main:
             from msrun.parallel.verify.report import warn_of_nothing
 

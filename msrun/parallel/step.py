@@ -54,8 +54,6 @@ def run_step(
     """Train on `batch`; see `Runtime.step`."""
     model = sharded.model()
     values = read_batch(model, batch, has_loss=loss_fn is not None)
-    if max_norm is not None:
-        check_clip(config, context)
     sharded.check(optimizer)
     if batch_size(values) == 0:
         raise ModelError("the batch has no sample")
@@ -65,6 +63,8 @@ def run_step(
     if context.batch.end:
         _check_end(context.batch.end, sharded, returns_loss=loss_fn is None)
     values = StepBatch(*move(tuple(values), context.device))
+    if sharded.sequences:
+        values = sharded.sequences.cut(model, values)
     optimizer.zero_grad()
     compute = partial(_gradients, config, context, sharded, loss_fn, values)
     if sharded.verifier is None:
@@ -138,6 +138,8 @@ def _gradients(
     if order:
         order.sum_and_compare(torch.zeros((), device=context.device))
     loss = tally.finish(sharded.parameters)
+    if sharded.is_pipeline:
+        sharded.pipeline().settle(tally, ranks)
     context.batch.scale = tally.scale
     sharded.is_watched = True  # only now, as a refused step may be tried again
     sharded.hooks.run()
@@ -187,6 +189,12 @@ def check_clip(config: ParallelConfig, context: RankContext) -> None:
             f" (size {next(iter(axes.values()))}), so there is no norm of the whole model",
             hint="clip in the script, with all_reduce of msrun.parallel.collectives",
         )
+    if config.servers:
+        raise ModelError(
+            f"{ROOT}.servers: the norm of all gradients is known to no rank, as servers add those "
+            "of their parameters",
+            hint="clip in the loss, or keep the parameters whose norm counts out of servers",
+        )
 
 
 def _train(
@@ -219,15 +227,15 @@ def _train(
     # So do experts exchange tokens.
     must_join = sharded.order is not None or sharded.exchanges_tokens
     may_skip = ranks.size > 1 and not must_join
-    # A plan of mode auto has the samples of all ranks, and micro-batches have not.
-    has_all = sharded.has_fixed_shapes and len(parts) == 1
-    looks = looks and not (has_all or tally.is_whole or is_compiled(model))
+    looks = looks and _may_look(sharded, tally, len(parts))
     if looks and len(parts) > 1:
         tally.may_refuse()
     for index, part in enumerate(parts):
         is_last = index == len(parts) - 1
         with sharded.completed() if is_last else sharded.paused(), sharded.computing():
             samples = batch_size(part)
+            if sharded.sequences:
+                sharded.sequences.begin(part)
             measured = known if dim else samples
             if looks and not index:
                 watch = SampleWatch(
@@ -249,6 +257,12 @@ def _train(
     if not objective.requires_grad and all(param.grad is None for param in sharded.parameters()):
         raise ModelError("the loss of no rank depends on a parameter that is trained")
     return tally
+
+
+def _may_look(sharded: ShardedModel, tally: LossTally, parts: int) -> bool:
+    # A plan of mode auto has the samples of all ranks, and micro-batches have not.
+    has_all = sharded.has_fixed_shapes and parts == 1
+    return not (has_all or tally.is_whole or is_compiled(sharded.model()))
 
 
 def _check_joins(context: RankContext, sharded: ShardedModel, loss: Tensor) -> None:

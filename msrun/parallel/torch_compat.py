@@ -11,7 +11,7 @@ import io
 import json
 import logging
 import sys
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import AbstractContextManager, contextmanager, redirect_stderr
 from functools import partial
 from types import FrameType
@@ -422,6 +422,91 @@ def share_gradient_hooks(source: Tensor, target: Tensor) -> None:
         target._post_accumulate_grad_hooks = after  # noqa: SLF001
 
 
+def _gathered(model: nn.Module) -> Iterator[Any]:
+    """Yield what torch keeps of each parameter of `fully_shard` in `model`."""
+    from torch.distributed.fsdp import FSDPModule, fully_shard
+
+    for module in model.modules():
+        if isinstance(module, FSDPModule):
+            state: Any = fully_shard.state(module)  # type: ignore[attr-defined]
+            for group in state._fsdp_param_groups:  # noqa: SLF001
+                yield from group.fsdp_params
+
+
+def gathered_with_gradient(model: nn.Module) -> set[Tensor]:
+    """Return the parameters of `fully_shard` in `model` that have a gradient, reduced or not.
+
+    Each in both forms: as modules have it while it is gathered, and as its shard.
+    """
+    return {
+        form
+        for param in _gathered(model)
+        if param.sharded_param.grad is not None or _has_gradient(param)
+        for form in (param.sharded_param, param._unsharded_param)  # noqa: SLF001
+    }
+
+
+def shards_of_gathered(model: nn.Module) -> dict[Tensor, Any]:
+    """Return the shard of each parameter of `fully_shard` in `model`, by its gathered form."""
+    return {
+        param._unsharded_param: param.sharded_param  # noqa: SLF001
+        for param in _gathered(model)
+        if hasattr(param, "_unsharded_param")
+    }
+
+
+def watch_joined_inputs(
+    model: FSDPModule, watch: Callable[[list[Tensor]], Sequence[Tensor]]
+) -> None:
+    """Have modules of `fully_shard` in `model` use what `watch` returns for their joined inputs.
+
+    Such a module passes its inputs through one step of autograd.
+
+    Args:
+        model: The outermost module of `fully_shard`.
+        watch: Called in each forward with the inputs that need gradients, if there are several.
+    """
+    from torch.distributed.fsdp import FSDPModule, fully_shard
+
+    for module in model.modules():  # type: ignore[attr-defined]  # it is both
+        if isinstance(module, FSDPModule):
+            state: Any = fully_shard.state(module)  # type: ignore[attr-defined]
+            for group in state._fsdp_param_groups:  # noqa: SLF001
+                _watch_joined_inputs(group, watch)
+
+
+def _watch_joined_inputs(group: Any, watch: Callable[[list[Tensor]], Sequence[Tensor]]) -> None:
+    from torch.utils._pytree import tree_flatten, tree_unflatten
+
+    register = group._register_post_backward_hook  # noqa: SLF001
+
+    def registered(args: Any, kwargs: Any) -> Any:
+        result = register(args, kwargs)
+        values, structure = tree_flatten(result)
+        joined = [
+            at
+            for at, value in enumerate(values)
+            if isinstance(value, Tensor) and passes_straight(value.grad_fn)
+        ]
+        if len(joined) <= 1:
+            return result
+        for at, value in zip(joined, watch([values[at] for at in joined]), strict=True):
+            values[at] = value
+        return tree_unflatten(values, structure)
+
+    group._register_post_backward_hook = registered  # noqa: SLF001
+
+
+def passes_straight(step: Any) -> bool:
+    """Return whether a step of autograd hands each gradient to the input of the same number.
+
+    Such is the one by which a module of `fully_shard` knows that its backward pass has ended.
+    """
+    kind = function_of(step)
+    name = getattr(kind, "__name__", "")
+    return name == "RegisterPostBackwardFunction" or getattr(kind, "passes_straight", False)
+
+
 def share_attributes(model: FSDPModule) -> None:
     """Give gathered parameters of `model` the attributes that their shards have now.
 
@@ -573,6 +658,11 @@ def is_higher_order(target: object) -> bool:
 def is_compiled(module: nn.Module) -> bool:
     """Return whether `module` is what `torch.compile` returns for a module."""
     return hasattr(module, "_orig_mod")
+
+
+def is_compiled_in_place(module: nn.Module) -> bool:
+    """Return whether `module.compile()` was called."""
+    return module._compiled_call_impl is not None  # noqa: SLF001 - there is no public form
 
 
 @contextmanager

@@ -7,6 +7,7 @@ from ipaddress import ip_address
 
 _FAMILIES = (socket.AF_INET, socket.AF_INET6)
 _NOBODY = "192.0.2.1"  # RFC 5737's: the way to it is the one out of this machine
+_CONNECT_SECONDS = 2.0
 _DISCARD_PORT = 9  # any would do: connecting a datagram socket sends nothing
 
 
@@ -38,6 +39,15 @@ def address_to(address: str) -> str | None:
             return str(probe.getsockname()[0])
     except OSError:
         return None
+
+
+def reaches(address: str, port: int) -> bool:
+    """Tell whether somebody listens on `port` of the numeric `address`; nothing is sent."""
+    try:
+        with socket.create_connection((address, port), _CONNECT_SECONDS):
+            return True
+    except OSError:
+        return False
 
 
 def own_addresses() -> tuple[str, ...]:

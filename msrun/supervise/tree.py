@@ -96,13 +96,14 @@ class ProcessTree:
         self.forkserver.close()
         self.reaper.finish()
         self.wake()
-        stuck: list[str] = []
+        stuck: list[str] | None = None
         try:
             with process.patiently():
                 self._process.wait(timeout)
             stuck = self._last_words()
         except subprocess.TimeoutExpired:
             self.kill_silent()
+        if stuck is None:  # somebody killed it before its work was done
             stuck = self.kill_by_force(job_id_variable, adopted)
             shutil.rmtree(self._configure.run_dir, ignore_errors=True)
         self.reaper.close()
@@ -144,12 +145,13 @@ class ProcessTree:
             stuck.add(self.pid)
         return [process.describe(pid) for pid in sorted(stuck)]
 
-    def _last_words(self) -> list[str]:
-        stuck: list[str] = []
+    def _last_words(self) -> list[str] | None:
+        """Return the processes that the reaper could not kill; None if it has not ended all."""
+        stuck = None
         try:
             while True:
                 for report in self.reaper.receive():
-                    if isinstance(report, Swept):
+                    if isinstance(report, Swept) and report.generation < 0:
                         stuck = report.stuck
         except ChannelClosed:
             return stuck

@@ -162,6 +162,7 @@ class FakeWorld:
     replies: list[object] = field(default_factory=list)
     clients: list[FakeClient] = field(default_factory=list)
     paused: list[float] = field(default_factory=list)
+    silent: tuple[str, ...] = ()
     elsewhere: list[tuple[object, ...]] = field(default_factory=list)
 
     def environment(self):
@@ -211,6 +212,10 @@ class FakeWorld:
     def own_addresses(self):
         return self.own
 
+    def reaches(self, address, port):
+        assert port
+        return address not in self.silent
+
     def port_problem(self, host, port):
         del host
         return self.busy.get(port)
@@ -240,7 +245,7 @@ class FakeWorld:
         return self.clients[-1]
 
     def now(self):
-        return 1000.0
+        return 1000.0 + sum(self.paused)
 
     def pause(self, seconds):
         self.paused.append(seconds)

@@ -180,6 +180,7 @@ TEXTS = {
             "suspend": "true",
             "k8s-kind": "jobset",
             "k8s-queue": "q",
+            "k8s-gang": "volcano",
             "k8s-patch": "patch.yaml",
         }.items()
     },

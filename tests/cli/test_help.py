@@ -39,7 +39,7 @@ FLAGS = words(
 --sbatch-args
 --image --namespace --context --resources --shm --volumes --workdir --ship --ttl --node-selector
 --tolerations --topology-spread --priority-class --service-account --image-pull-secrets --suspend
---k8s-kind --k8s-queue --k8s-patch
+--k8s-kind --k8s-queue --k8s-gang --k8s-patch
 --monitor-interval --signals-to-handle --rdzv-backend --logs-specs
 --event-log-handler
 --framework

@@ -430,6 +430,28 @@ def test_the_mesh_as_json(msrun, parallel):
     assert document["job"]["parallel"] == {"value": "p.yaml", "source": "flag --parallel"}
 
 
+def test_words_of_mindspore_are_shown_with_ours(msrun, here):
+    text = "{parallel_mode: data_parallel, gradients_mean: true, parameter_broadcast: true}"
+    (here / "p.yaml").write_text(f"parallel: {text}\n")
+
+    outcome = msrun("plan --parallel p.yaml --worker-num 2")
+
+    assert outcome.out.startswith(
+        "words of MindSpore:\n"
+        "  given                         read as\n"
+        "  parallel_mode: data_parallel  mode: data\n"
+        "  gradients_mean: true          reduce.op: mean\n"
+        "  parameter_broadcast: true     as it is here anyway\n"
+        "\nmesh of 2 ranks:\n"
+    )
+    document = json.loads(msrun("plan --json --parallel p.yaml --worker-num 2").out)
+    assert document["parallel"]["translated"] == {
+        "parallel_mode: data_parallel": "mode: data",
+        "gradients_mean: true": "reduce.op: mean",
+        "parameter_broadcast: true": "as it is here anyway",
+    }
+
+
 def test_notes_on_a_mesh(msrun, parallel):
     outcome = msrun(f"plan {parallel} --worker-num 4 --monitor-interval 1")
 

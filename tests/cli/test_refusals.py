@@ -16,7 +16,7 @@ PROMPT = "$ msrun"
 MINDSPORE_RULES = {
     "layout.yaml": "layout: {device_matrix: [4], alias_name: [mp], out: [mp]}",
     "alias.yaml": "layout: {device_matrix: [2], alias_name: [mp], params: {weight: [tp, None]}}",
-    "strategy.yaml": "strategy: [[1, 4], [1, 4]]",
+    "strategy.yaml": "strategy: [[1, 8], [1, 8]]",
 }
 
 

@@ -2,11 +2,17 @@
 
 import os
 import signal
+import socket
 import subprocess
 import sys
 
 import pytest
 from support import script, shell, until
+
+from msrun.cluster.wire.messages import Formation
+from msrun.job import RestartLimits
+from msrun.processes.scheduler.config import SchedulerConfig
+from msrun.processes.scheduler.handle import SchedulerProcess
 
 pytestmark = pytest.mark.process
 
@@ -160,3 +166,25 @@ def test_the_forkserver_takes_the_program_for_python_only(msrun):
     job.wait()
 
     assert not [path for path in mapped if "libtorch" in path]
+
+
+def test_a_scheduler_that_is_killed_before_it_reads_anything_is_told_nothing(tmp_path):
+    config = SchedulerConfig(
+        job_id="j",
+        formation=Formation(),
+        join_timeout=None,
+        last_call=0.0,
+        restarts=RestartLimits(),
+        secret=None,
+        wal_file=str(tmp_path / "wal"),
+        log_file=str(tmp_path / "scheduler.log"),
+        parent=os.getpid(),
+    )
+    with socket.create_server(("127.0.0.1", 0)) as listening:
+        scheduler = SchedulerProcess(config, listening, os.environ)
+    scheduler.kill()
+    until(lambda: scheduler.has_died, "for its end")
+    scheduler.pass_on(signal.SIGTERM)
+
+    assert "was killed by SIGKILL" in scheduler.how_it_ended()
+    scheduler.end(timeout=0)

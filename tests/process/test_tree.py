@@ -366,7 +366,9 @@ def test_the_forkservers_death_is_reported_and_ends_the_workers(start):
     assert is_closed(node.tree.forkserver)
 
 
-def test_nothing_outlives_a_killed_reaper_by_force(start):
+@pytest.mark.parametrize("is_over", [False, True])
+def test_nothing_outlives_a_killed_reaper_by_force(start, is_over):
+    """Neither while the job runs, nor where the reaper is killed after it was told to end all."""
     cookie = "MSRUN_TEST_TREE"
     os.environ[cookie] = str(os.getpid())
     try:
@@ -378,13 +380,18 @@ def test_nothing_outlives_a_killed_reaper_by_force(start):
     node.wait_for_log("stray", count=2)
     watches = [os.pidfd_open(pid) for pid in strays(node)]
     os.kill(node.tree.pid, signal.SIGKILL)
-    node.tree.kill_by_force(f"{cookie}={os.getpid()}".encode())
+    variable = f"{cookie}={os.getpid()}".encode()
+    if is_over:
+        node.ended = True
+        assert node.tree.end(PATIENCE, variable) == []
+    else:
+        node.tree.kill_by_force(variable)
     ended = [bool(select.select([watch], [], [], PATIENCE)[0]) for watch in watches]
     for watch in watches:
         os.close(watch)
 
     assert ended == [True, True]
-    assert Path(node.run_dir).exists()
+    assert Path(node.run_dir).exists() != is_over
 
 
 FORKS = """

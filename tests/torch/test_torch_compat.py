@@ -28,12 +28,14 @@ from msrun.parallel.torch_compat import (
     dispatching,
     eagerly,
     functional_collective,
+    gathered_with_gradient,
     gradient_hooks,
     has_global_hooks,
     has_gradient_hooks,
     hooks_of,
     is_active,
     is_compiled,
+    is_compiled_in_place,
     is_dispatching,
     is_higher_order,
     is_in_backward,
@@ -45,15 +47,18 @@ from msrun.parallel.torch_compat import (
     note_step,
     parameters_replaced,
     parts_before,
+    passes_straight,
     reduce_sharded,
     replace_list_functions,
     replace_tensors,
+    shards_of_gathered,
     share_attributes,
     share_gradient_hooks,
     strided_shard,
     takes_device,
     tensors_in,
     viewed,
+    watch_joined_inputs,
     watch_units,
     without_dispatch_in_branches,
     without_forward_hooks,
@@ -437,6 +442,52 @@ def test_gathered_parameters_have_the_attributes_of_their_shards():
     assert run_ranks(attribute_in_forward, 2) == [[3, 3], [3, 3]]
 
 
+class _Pair(torch.nn.Module):
+    def __init__(self):
+        super().__init__()
+        self.weight = torch.nn.Parameter(torch.ones(2))
+
+    def forward(self, one, two):
+        return one * self.weight, two * 2
+
+
+def joined_inputs():
+    mesh = init_device_mesh("cpu", (2,))
+    network = _Pair()
+    fully_shard(network, mesh=mesh)
+    network.set_requires_gradient_sync(False)
+    network.set_reshard_after_backward(False)
+    seen = []
+
+    def watch(inputs):
+        [step] = {x.grad_fn for x in inputs}
+        seen.append((len(inputs), passes_straight(step), len(step.next_functions)))
+        return [x * 3 for x in inputs]
+
+    watch_joined_inputs(network, watch)
+    one, two = (torch.ones(2, requires_grad=True) for _ in range(2))
+    first, _ = network(one, two)
+    first.sum().backward()
+    # One gradient alone makes zeros of the other.
+    seen += [first.tolist(), one.grad.tolist(), two.grad.tolist()]
+    gathered = network.weight
+    early = gathered_with_gradient(network)
+    reduce_sharded(network)
+    shard = network.weight
+    seen.append(early == {gathered, shard})
+    seen.append(shards_of_gathered(network)[gathered] is shard)
+    seen.append(gathered_with_gradient(network) == {gathered, shard})
+    shard.grad = None
+    seen.append(gathered_with_gradient(network) == set())
+    return seen
+
+
+def test_joined_inputs_are_replaced_and_gathered_parameters_known():
+    expected = [(2, True, 2), [3.0, 3.0], [3.0, 3.0], [0.0, 0.0], True, True, True, True]
+
+    assert run_ranks(joined_inputs, 2) == [expected] * 2
+
+
 def test_write_count_is_that_of_all_views():
     tensor = torch.zeros(3)
     before = write_count(tensor)
@@ -530,6 +581,13 @@ def test_what_compile_returns_is_recognised():
     net = torch.nn.Linear(2, 2)
     assert is_compiled(torch.compile(net, backend="eager"))
     assert not is_compiled(net)
+
+
+def test_what_is_compiled_in_place_is_recognised():
+    net = torch.nn.Linear(2, 2)
+    assert not is_compiled_in_place(net)
+    net.compile(backend="eager")
+    assert is_compiled_in_place(net)
 
 
 def test_parameters_are_replaced_by_plain_tensors_and_come_back():

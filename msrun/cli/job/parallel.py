@@ -20,10 +20,18 @@ class Parallel:
     Args:
         config: As it was given.
         layout: The mesh over all of them, None while their number is unknown.
+        text: The configuration or its file, as it was given.
     """
 
     config: ParallelConfig
     layout: MeshLayout | None
+    text: str
+
+    def translations(self) -> list[tuple[str, str]]:
+        """Return MindSpore's words in the configuration, each with ours."""
+        from msrun.cli.options.parallel import translations
+
+        return translations(self.text)
 
     def render(self) -> str:
         """Return the configuration as a worker reads it."""
@@ -43,11 +51,11 @@ def fit_parallel(given: Given[ParallelConfig] | None, world_size: int | None) ->
     if given is None:
         return None
     if world_size is None or given.value.mesh == "auto":
-        return Parallel(config=given.value, layout=None)
+        return Parallel(config=given.value, layout=None, text=given.text)
     from msrun.parallel.layout import resolve
 
     try:
         layout = resolve(given.value, world_size)
     except UsageError as error:
         raise UsageError(f"{given.cite()}: {error.message}", hint=error.hint) from None
-    return Parallel(config=given.value, layout=layout)
+    return Parallel(config=given.value, layout=layout, text=given.text)

@@ -92,6 +92,7 @@ OWN: tuple[Option[str], ...] = (
     _own("suspend", "true|false", "For kubernetes, whether the job is created suspended."),
     _own("k8s-kind", "job|jobset", "For kubernetes, the object that makes the pods."),
     _own("k8s-queue", "NAME", "For kubernetes, the local queue of Kueue."),
+    _own("k8s-gang", "NAME", "For kubernetes, volcano or scheduler-plugins: all pods at once."),
     _own("k8s-patch", "FILE", "For kubernetes, YAML that is merged over the objects."),
 )
 FLEET_TABLE = (*options_in(globals()), *OWN)

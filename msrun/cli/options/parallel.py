@@ -37,6 +37,14 @@ def parse_parallel(value: str) -> ParallelConfig:
         raise UsageError(f"{quoted(value)}{colon}{about_file}", hint=error.hint) from None
 
 
+def translations(value: str) -> list[tuple[str, str]]:
+    """Return MindSpore's words in the configuration that `value` is or names, each with ours."""
+    from msrun.parallel.config_file import read_translations
+
+    tree = _json_object(value) if is_inline(value) else None
+    return read_translations(tree if isinstance(tree, dict) else str(Path(value).absolute()))
+
+
 def is_inline(value: str) -> bool:
     """Tell whether `value` is the configuration itself."""
     return value.lstrip().startswith("{")

@@ -3,12 +3,16 @@
 from __future__ import annotations
 
 from itertools import islice
+from typing import TYPE_CHECKING
 
 import msgspec
 
 from msrun.cli.job.parallel import Parallel
 from msrun.cli.render.section import TextSection
 from msrun.units import counted
+
+if TYPE_CHECKING:
+    from msrun.parallel.layout import MeshLayout
 
 # Rows of a table, and ranks of a row; a mesh of thousands repeats itself soon.
 SHOWN_MAX = 16
@@ -19,10 +23,19 @@ def document(parallel: Parallel | None) -> dict[str, object] | None:
     if parallel is None:
         return None
     config, layout = msgspec.to_builtins(parallel.config), parallel.layout
+    words = parallel.translations()
+    translated = {"translated": dict(words)} if words else {}
     if layout is None:
-        return {"config": config, "mesh": None, "groups": None, "coordinates": None}
+        return {
+            "config": config,
+            **translated,
+            "mesh": None,
+            "groups": None,
+            "coordinates": None,
+        }
     return {
         "config": config,
+        **translated,
         "mesh": layout.axes,
         "groups": {axis: list(layout.groups(axis)) for axis in layout.sizes},
         "coordinates": [layout.coordinate(rank) for rank in range(layout.world_size)],
@@ -31,9 +44,18 @@ def document(parallel: Parallel | None) -> dict[str, object] | None:
 
 def sections(parallel: Parallel | None, *, is_all: bool) -> list[TextSection]:
     """Return `parallel` for people, of large meshes the beginning unless `is_all`."""
-    if parallel is None or parallel.layout is None:
+    if parallel is None:
         return []
-    layout = parallel.layout
+    words = parallel.translations()
+    translated = [
+        TextSection(heading="words of MindSpore", columns=("given", "read as"), rows=tuple(words))
+    ]
+    return [*(translated if words else []), *_mesh_sections(parallel.layout, is_all=is_all)]
+
+
+def _mesh_sections(layout: MeshLayout | None, *, is_all: bool) -> list[TextSection]:
+    if layout is None:
+        return []
     axes, sizes, world_size = layout.axes, layout.sizes, layout.world_size
     most = world_size if is_all else SHOWN_MAX
     tables = [

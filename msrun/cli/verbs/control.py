@@ -39,6 +39,11 @@ DRAIN = (
 )
 SIGNAL = "Send SIGNAL, such as USR1 or 10, to the workers of JOB."
 
+SCALE = (
+    "Have JOB, which Kubernetes runs with --nnodes MIN:MAX, go on with N nodes.  Nodes beyond the "
+    "first N leave; new ones join."
+)
+
 _WHICH = (
     "JOB is a job id or its beginning; leave it out when only one job runs here.  On machines "
     "without a launcher of the job, --master-addr names the node of its scheduler."
@@ -56,6 +61,8 @@ WHERE = (
     *elsewhere.OPTIONS,
 )
 JSON = click.Option(["--json"], is_flag=True, help="JSON on stdout.")
+NODES = click.Option(["--nodes"], metavar="N", help="Nodes that the job is to have.")
+_NODES_MAX = 1_000_000
 
 
 def parse(
@@ -164,6 +171,31 @@ def drain(args: Sequence[str], system: System) -> int:
     from msrun.cluster.wire.control_messages import DrainNode
 
     return _order(given, DrainNode(node=node), system)
+
+
+def scale(args: Sequence[str], system: System) -> int:
+    """Say how nodes of a job that runs here come and go; launchers elsewhere scale theirs."""
+    given = parse("scale", SCALE, args, NODES, JSON)
+    parse_nodes(given)
+    job = find(given, system).job_id
+    raise UsageError(
+        f"msrun scale needs --launcher kubernetes: nothing starts nodes of job {job} by itself",
+        hint=f"to grow, start msrun on one more node; to shrink: msrun drain {job} NODE",
+    )
+
+
+def parse_nodes(given: dict[str, Any]) -> int:
+    """Return what `--nodes` gives.
+
+    Raises:
+        UsageError: It is not there, or no number of nodes.
+    """
+    if given["nodes"] is None:
+        raise UsageError("msrun scale needs the number of nodes: --nodes N")
+    try:
+        return parsers.whole(1, _NODES_MAX)(given["nodes"])
+    except UsageError as error:
+        raise UsageError(f"--nodes {error.message}") from None
 
 
 def send_signal(args: Sequence[str], system: System) -> int:

@@ -78,7 +78,7 @@ class Saved(msgspec.Struct, frozen=True):
 
 
 class StepBegins(msgspec.Struct, frozen=True):
-    """The worker needs rows for its next step; `ask` says which."""
+    """The worker needs rows for its next step, or further rows for it; `ask` says which."""
 
     ask: Payload
 

@@ -74,7 +74,13 @@ class WorkerStep(FromPeer, frozen=True, tag=True, kw_only=True, forbid_unknown_f
 
 
 class Pull(WorkerStep, frozen=True, tag=True, kw_only=True, forbid_unknown_fields=True):
-    """Ask for rows as they are before step `clock`; the payload says which."""
+    """Ask for rows as they are before step `clock`; the payload says which.
+
+    Args:
+        part: Counts the pulls of a worker's life, of which a step may have several.
+    """
+
+    part: Number = 0
 
 
 class Push(WorkerStep, frozen=True, tag=True, kw_only=True, forbid_unknown_fields=True):
@@ -129,11 +135,13 @@ class Rows(FromServer, frozen=True, tag=True, kw_only=True, forbid_unknown_field
 
     Args:
         asked: The clock of the pull.
+        part: Its part.
         oldest: The rows hold every push below this clock, of every worker that has not left.
     """
 
     asked: Number
     oldest: Number
+    part: Number = 0
 
 
 class Moved(Header, frozen=True, tag=True, kw_only=True, forbid_unknown_fields=True):

@@ -278,8 +278,8 @@ class ServerState:
         for worker, (pull, ask) in sorted(self._waiting.items()):
             if self._may_serve(pull):
                 del self._waiting[worker]
-                answer = self._header(worker, Rows, asked=pull.clock, oldest=self._oldest())
-                self._do(SendRows(answer, ask))
+                more = {"asked": pull.clock, "oldest": self._oldest(), "part": pull.part}
+                self._do(SendRows(self._header(worker, Rows, **more), ask))
 
     def _header(self, worker: int, kind: type[_Answer], **more: int) -> _Answer:
         durable = self._durable.clocks.get(worker, 0) if self._durable else 0

@@ -13,6 +13,9 @@ own: each only changes what is lacking.
   smallest.  It cannot send earlier ones.  If a server needs one, or is already past that step,
   the worker asks for a rollback.
 - After a change of ownership the kept pushes go to whoever owns the slices now.
+
+A step may pull several times, as a script finds out which rows it needs: each pull is a *part* of
+the step, and takes the place of one that was not answered yet.
 """
 
 from __future__ import annotations
@@ -73,6 +76,10 @@ class WorkerPhase(enum.Enum):
     LOST = "lost"
 
 
+# Where no push is under way.
+_IN_STEP = frozenset({WorkerPhase.IDLE, WorkerPhase.PULLING, WorkerPhase.COMPUTING})
+
+
 @dataclass(slots=True)
 class ServerView:
     """What a worker knows of one server in one epoch.
@@ -117,6 +124,7 @@ class WorkerState:
     _welcomes: dict[int, Welcome] = field(default_factory=dict)
     _kept: dict[int, Payload] = field(default_factory=dict)
     _ask: Payload = None
+    _part: int = 0
     _rows: dict[int, Payload] = field(default_factory=dict)
     _head_due: float = -math.inf
     _actions: list[WorkerAction] = field(default_factory=list)
@@ -143,7 +151,8 @@ class WorkerState:
     def handle(self, event: WorkerEvent, *, now: float) -> list[WorkerAction]:
         """Return what follows from `event`, in order.
 
-        `StepBegins` and `Finished` are for an idle worker, `StepEnds` for one that computes.
+        `StepBegins` and `Finished` are for a worker that has no push under way, `StepEnds` for one
+        that computes.
         """
         self._actions = []
         match event:
@@ -153,13 +162,14 @@ class WorkerState:
                     self._head_due = now + self.rules.retry
             case Arrived(message=FromServer() as message, payload=payload):
                 self._hear(message, payload)
-            case StepBegins(ask=ask) if self.phase is WorkerPhase.IDLE:
+            case StepBegins(ask=ask) if self.phase in _IN_STEP:
                 self._ask, self._rows = ask, {}
+                self._part += 1
                 self.phase = WorkerPhase.PULLING
             case StepEnds(gradients=gradients) if self.phase is WorkerPhase.COMPUTING:
                 self._kept[self.clock] = gradients
                 self.phase = WorkerPhase.PUSHING
-            case Finished() if self.phase is WorkerPhase.IDLE:
+            case Finished() if self.phase in _IN_STEP:
                 self.phase = WorkerPhase.LEAVING
         self._progress()
         self._send(now)
@@ -186,7 +196,8 @@ class WorkerState:
             self.phase = WorkerPhase.LOST
 
     def _is_awaited(self, rows: Rows) -> bool:
-        return self.phase is WorkerPhase.PULLING and rows.asked == self.clock
+        is_last = (rows.asked, rows.part) == (self.clock, self._part)
+        return self.phase is WorkerPhase.PULLING and is_last
 
     def _is_lost(self, message: FromServer, view: ServerView) -> bool:
         """Whether a server needs a push that this life cannot send, or has passed its step."""
@@ -294,14 +305,14 @@ class WorkerState:
         if push in self._kept:
             return self._step(Push, push)
         if self.phase is WorkerPhase.PULLING and server not in self._rows:
-            return self._step(Pull, self.clock)
+            return self._step(Pull, self.clock, part=self._part)
         if self.phase is WorkerPhase.LEAVING and not view.has_left:
             return self._step(Leave, self.clock)
         # One that has answered may have been killed since, and the others wait for it.
         is_waiting = self.phase in {WorkerPhase.PULLING, WorkerPhase.PUSHING}
         return hello if is_waiting and now >= view.sent_at + self.rules.retry else None
 
-    def _step(self, kind: type[_InStep], clock: int) -> _InStep:
+    def _step(self, kind: type[_InStep], clock: int, **more: int) -> _InStep:
         return kind(
             worker=self.worker,
             life=self.life,
@@ -310,6 +321,7 @@ class WorkerState:
             floor=self._floor,
             settled=self._settled,
             safe=self._safe,
+            **more,
         )
 
     def _send(self, now: float) -> None:
@@ -348,4 +360,6 @@ def _is_same(wanted: Message, sent: Message | None) -> bool:
     """Whether two messages ask for the same, in whatever state of the worker."""
     if type(wanted) is not type(sent):
         return False
-    return getattr(wanted, "clock", None) == getattr(sent, "clock", None)
+    return all(
+        getattr(wanted, name, None) == getattr(sent, name, None) for name in ("clock", "part")
+    )

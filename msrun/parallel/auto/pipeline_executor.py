@@ -101,6 +101,7 @@ class PlannedModel(PipelineModel):
         check_names(PlannedModel, model)
         super().__init__(model, cut, microbatches, ranks)
         self._traced = traced
+        self._parts = cut.parts
         own = cut.chunks.of_stage(ranks.stage)
         self._runs = {chunk: make(self, part=cut.parts[chunk]) for chunk in own}
         self._any = self._runs[own[0]]
@@ -122,6 +123,11 @@ class PlannedModel(PipelineModel):
     def known_outputs(self) -> Sequence[Known]:
         """Return what mixed samples in a micro-batch, of each tensor of the model's output."""
         return self._traced.known
+
+    def chunk_parameters(self, chunk: int) -> set[Parameter]:
+        """Return the parameters that `chunk` uses."""
+        names = [self._traced.program.params[value] for value in self._parts[chunk].params]
+        return {self.get_parameter(name) for name in names}
 
     def _run_chunk(self, chunk: int, inputs: Sequence[Any]) -> Any:
         """Run a chunk under the plan."""

@@ -4,9 +4,9 @@ One number a file would force a reader to read all of it.  With one a block, a r
 reads, however the new layout cuts the tensors: of a block that it needs in part, it reads the rest.
 A block is checked once in a load.
 
-Cost.  `zlib.crc32` runs at several GB/s and without the interpreter's lock.  A thread checks one
-part while the next is read, so a load waits only for the last part.  A part stays in memory until
-it is checked; at most `_PENDING_MAX` do.
+Cost.  `zlib.crc32` runs at several GB/s and without the interpreter's lock.  Threads check
+parts of `PART_BYTES` while the next ones are read, so a load waits only for the last parts.  A
+part stays in memory until it is checked; at most `_PENDING_MAX` do.
 
 The checksums of a file are one string, eight hex digits a block.  Source of the polynomial: RFC
 1952, section 8.
@@ -27,7 +27,10 @@ from msrun.errors import DamagedCheckpointError
 
 BLOCK_BYTES = 1 << 20
 _DIGITS = 8
-_PENDING_MAX = 2
+PART_BYTES = 16 * BLOCK_BYTES
+# One thread checks slower than a page cache or a fast disk delivers.
+_CHECKERS = 2
+_PENDING_MAX = 2 * _CHECKERS
 
 
 class RunningChecksums:
@@ -86,7 +89,7 @@ class DataFiles:
         self._checked: dict[str, set[int]] = {}
         # With the owner of the memory that is being checked.
         self._pending: deque[tuple[Future[None], object]] = deque()
-        self._checker = ThreadPoolExecutor(1, thread_name_prefix="msrun-checksums")
+        self._checker = ThreadPoolExecutor(_CHECKERS, thread_name_prefix="msrun-checksums")
 
     def __enter__(self) -> Self:
         return self
@@ -122,6 +125,12 @@ class DataFiles:
             DamagedCheckpointError: The file cannot be read or is shorter, or a block read by now
                 has another checksum.
         """
+        while view:
+            part = view[: PART_BYTES - start % PART_BYTES]
+            self._read_part(name, start, part, owner)
+            start, view = start + len(part), view[len(part) :]
+
+    def _read_part(self, name: str, start: int, view: memoryview, owner: object) -> None:
         try:
             file = self._open(name)
             file.seek(start)
@@ -132,7 +141,7 @@ class DataFiles:
                 f"{self._folder / name} cannot be read: {error.strerror}"
             ) from None
         sums = self._checksums.get(name)
-        if sums is None or not len(view):
+        if sums is None:
             return
         blocks = range(start // BLOCK_BYTES, (start + len(view) - 1) // BLOCK_BYTES + 1)
         checked = self._checked.setdefault(name, set())

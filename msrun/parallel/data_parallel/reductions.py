@@ -19,6 +19,7 @@ import torch.distributed as dist
 from torch import Tensor, nn
 from torch.nn import Parameter
 
+from msrun.parallel import torch_compat
 from msrun.parallel.config import DATA_AXIS, ParallelConfig
 from msrun.parallel.data_parallel import sparse_embedding
 from msrun.parallel.data_parallel.reducer import GradientReducer, fill_buckets
@@ -126,6 +127,7 @@ def shard_parameters(
     order = CollectiveOrder(module, context.group(DATA_AXIS), context.device, level=level)
     if config.pipeline:
         model.reduces_once = level == 1  # type: ignore[assignment]
+        torch_compat.watch_joined_inputs(module, model.joined_inputs.watch)  # type: ignore[union-attr,arg-type]
     return Zero(module, replicated, order)
 
 

@@ -39,7 +39,9 @@ from msrun.parallel.losses.watch import LossWatch
 from msrun.parallel.torch_compat import eagerly
 
 _KINDS: tuple[Kind, ...] = ("plain", "counted", "summed", "linear")
-_SUM, _COUNT, _FLOOR, _OFFSET, _REFUSED, _FIRST_TERM = range(len(_KINDS), len(_KINDS) + 6)
+_SUM, _COUNT, _FLOOR, _OFFSET, _REFUSED, _UNREACHED, _FIRST_TERM = range(
+    len(_KINDS), len(_KINDS) + 7
+)
 _TERMS_MAX = 8
 _SIZE = _FIRST_TERM + 2 * _TERMS_MAX
 # Relative difference below which counts of parts are equal.
@@ -85,6 +87,8 @@ class LossTally:
     Attributes:
         numbers: What is added over parts and ranks: the parts of each kind, sum, count and limits,
             and two numbers for each mean of linear losses.
+        has_unreached: Whether stages of a pipeline noted gradients that one process may not have;
+            known after `finish`.
     """
 
     def __init__(
@@ -105,6 +109,7 @@ class LossTally:
         self._is_early = parts == 1 and pipeline is None
         self._dtype = dtype
         self.scale = 1.0
+        self.has_unreached = False
         self._is_plain = pipeline is None
         self._terms: Sequence[Term] = ()
         self._host: _HostCopy | None = None
@@ -221,6 +226,11 @@ class LossTally:
         self._refusal = self._refusal or error
         self.numbers[_REFUSED] += 1
 
+    def note_unreached(self, count: int) -> None:
+        """Note so many gradients of this stage that one process may not have."""
+        if count:
+            self.numbers[_UNREACHED] += count
+
     @property
     def device(self) -> torch.device:
         """The device of this rank."""
@@ -274,6 +284,7 @@ class LossTally:
         found = self._host.read()
         if found[_REFUSED]:
             raise self._agreed()
+        self.has_unreached = found[_UNREACHED] > 0
         kinds = [kind for kind, count in zip(_KINDS, found, strict=False) if count]
         if len(kinds) > 1:
             raise ModelError(

@@ -1,7 +1,11 @@
 """MindSpore's `Layout`: tensors sharded over a device matrix that has axis names of its own.
 
 A tensor layout lists the aliases of each dim, as ours lists axis names.  On a mesh an alias stands
-for mesh axes by the rule of strategies: one after the other, as many as make its size.
+for mesh axes by the rule of strategies: one after the other, as many as make its size.  A
+`rank_list` says in which order: the axes of the mesh are taken in the order that gives this list.
+
+The last alias may be `interleaved_parallel`, an axis of no devices: the part of a rank is cut once
+more, and the module computes these pieces one after the other.
 """
 
 from __future__ import annotations
@@ -14,7 +18,7 @@ import msgspec
 
 from msrun.errors import ConfigError, UsageError
 from msrun.parallel.config import Dims
-from msrun.parallel.notation.dims import consecutive_axes, dim_of, shown_ranks
+from msrun.parallel.notation.dims import consecutive_axes, dim_of, shown_mesh, shown_ranks
 from msrun.units import quoted
 
 WHOLE = "None"
@@ -30,7 +34,7 @@ class Layout(msgspec.Struct, frozen=True):
 
     Args:
         device_matrix: Size of each axis, the slowest-varying first.
-        alias_name: Name of each axis.
+        alias_name: Name of each axis; the last may be `interleaved_parallel`.
         rank_list: Ranks in row-major order; None is 0, 1 and so on.
     """
 
@@ -40,6 +44,22 @@ class Layout(msgspec.Struct, frozen=True):
 
     def __post_init__(self) -> None:
         _check_layout(self.device_matrix, self.alias_name, self.rank_list)
+
+    @property
+    def sizes(self) -> dict[str, int]:
+        """Size of each axis of devices."""
+        named = zip(self.alias_name, self.device_matrix, strict=True)
+        return {name: size for name, size in named if name != INTERLEAVED}
+
+    @property
+    def devices(self) -> int:
+        """Number of devices."""
+        return math.prod(self.sizes.values())
+
+    @property
+    def copies(self) -> int:
+        """Pieces that a rank computes one after the other; 1 without `interleaved_parallel`."""
+        return math.prod(self.device_matrix) // self.devices
 
     def __call__(self, *entries: Entry) -> TensorLayout:
         """Return how a tensor is sharded.
@@ -59,6 +79,9 @@ class Layout(msgspec.Struct, frozen=True):
             if alias in seen:
                 raise ConfigError(f"alias {alias!r} cuts two dims, or one dim twice")
             seen.add(alias)
+        for names in map(_aliases, entries):
+            if INTERLEAVED in names[:-1]:
+                raise ConfigError(f"{INTERLEAVED} is the last alias of its dim: it cuts inside")
         return TensorLayout(self, entries)
 
 
@@ -76,7 +99,13 @@ class TensorLayout(msgspec.Struct, frozen=True):
     @property
     def dims(self) -> Dims:
         """Aliases of each dim in our notation."""
-        return [dim_of(_aliases(entry)) for entry in self.entries]
+        return [dim_of(_device_aliases(entry)) for entry in self.entries]
+
+    @property
+    def interleaved_dim(self) -> int | None:
+        """The dim that `interleaved_parallel` cuts; None without one."""
+        dims = (dim for dim, entry in enumerate(self.entries) if INTERLEAVED in _aliases(entry))
+        return next(dims, None)
 
     def on_mesh(self, axes: Mapping[str, int]) -> Dims:
         """Return the names of mesh axes instead of aliases.
@@ -87,19 +116,16 @@ class TensorLayout(msgspec.Struct, frozen=True):
         Raises:
             ConfigError: The device matrix is neither that mesh nor that mesh with axes merged.
         """
-        sizes = dict(zip(self.layout.alias_name, self.layout.device_matrix, strict=True))
-        devices = math.prod(sizes.values())
+        sizes = self.layout.sizes
         where = f"device_matrix {self.layout.device_matrix}"
-        if devices != math.prod(axes.values()):
+        if self.layout.devices != math.prod(axes.values()):
             raise ConfigError(
-                f"{where} has {devices} devices, and {shown_ranks(axes)}",
-                hint="leave out of it what divides the batch or the layers, as dp and pp do",
+                f"{where} has {self.layout.devices} devices, and {shown_ranks(axes)}",
+                hint="it counts ranks of the plan's axes, with or without those of dp, never of pp",
             )
-        order = self.layout.rank_list or [0]
-        if order != list(range(order[0], order[0] + len(order))):
-            raise ConfigError(f"rank_list {order}: ranks of a mesh are in ascending order")
+        ordered = _in_order(axes, self.layout.rank_list)
         try:
-            axes_of = consecutive_axes(sizes, axes)
+            axes_of = consecutive_axes(sizes, ordered)
         except UsageError as error:
             raise ConfigError(f"{where}: {error.message}", hint=error.hint) from None
         for alias, names in axes_of.items():
@@ -107,15 +133,16 @@ class TensorLayout(msgspec.Struct, frozen=True):
                 raise ConfigError(
                     f"{where}: alias {alias} stands for mesh axis {' and '.join(names)}"
                 )
+        axes_of[INTERLEAVED] = []
         return [dim_of([n for alias in _aliases(e) for n in axes_of[alias]]) for e in self.entries]
 
     def to_dict(self) -> dict[str, Any]:
         """Return what MindSpore's `Layout.to_dict` does: axes are counted from the last, 0."""
-        ranks = range(math.prod(self.layout.device_matrix))
+        ranks = range(self.layout.devices)
         return {
             "device_matrix": self.layout.device_matrix,
             "tensor_map": tuple(self._mapped(entry) for entry in self.entries),
-            "interleaved_parallel": False,
+            "interleaved_parallel": INTERLEAVED in self.layout.alias_name,
             "alias_name": self.layout.alias_name,
             "rank_list": self.layout.rank_list or list(ranks),
         }
@@ -135,6 +162,47 @@ def _aliases(entry: Entry) -> list[str]:
     return [alias for alias in listed if alias != WHOLE]
 
 
+def _device_aliases(entry: Entry) -> list[str]:
+    return [alias for alias in _aliases(entry) if alias != INTERLEAVED]
+
+
+def _in_order(axes: Mapping[str, int], ranks: list[int] | None) -> dict[str, int]:
+    """Return `axes` in the order in which `ranks` is row-major over them.
+
+    Raises:
+        ConfigError: There is none.
+    """
+    if ranks is None:
+        return dict(axes)
+    first = min(ranks)
+    if sorted(ranks) != list(range(first, first + len(ranks))):
+        raise ConfigError(f"rank_list {ranks}: ranks of a mesh follow each other, without a gap")
+    strides: dict[str, int] = {}
+    for name in reversed(list(axes)):
+        strides[name] = math.prod(axes[other] for other in strides)
+    ordered: dict[str, int] = {}
+    # From the fastest-varying axis on: it is the one whose stride the next ranks are apart.
+    left, places = {name for name, size in axes.items() if size > 1}, [r - first for r in ranks]
+    while left:
+        step = places[1] - places[0]
+        axis = next((name for name in left if strides[name] == step), "")
+        if not axis:
+            break
+        left.remove(axis)
+        ordered = {axis: axes[axis], **ordered}
+        places = places[:: axes[axis]]
+    found = [0]
+    for name, size in ordered.items():
+        found = [place + index * strides[name] for place in found for index in range(size)]
+    if left or found != [rank - first for rank in ranks]:
+        raise ConfigError(
+            f"rank_list {ranks}: no order of the axes in {shown_mesh(axes)} gives these ranks",
+            hint="give the mesh smaller axes; or leave rank_list out and choose with a host file "
+            "or a rank table which device has which rank",
+        )
+    return ordered | dict.fromkeys((name for name in axes if axes[name] == 1), 1)
+
+
 def _check_layout(matrix: object, names: object, ranks: object) -> None:
     """Refuse what MindSpore's `Layout` refuses."""
     if not isinstance(matrix, tuple):
@@ -148,15 +216,16 @@ def _check_layout(matrix: object, names: object, ranks: object) -> None:
             raise ConfigError(f"device_matrix {matrix}: {size!r} is no number of devices")
     _check_names(names)
     if ranks is not None:
-        _check_ranks(ranks, math.prod(matrix))
+        is_cut = bool(names) and names[-1] == INTERLEAVED
+        _check_ranks(ranks, math.prod(matrix[:-1] if is_cut else matrix))
 
 
 def _check_names(names: tuple[object, ...]) -> None:
     for name in names:
         if not isinstance(name, str) or name in ("", WHOLE):
             raise ConfigError(f"alias_name {names}: {name!r} is no name of an axis")
-        if name == INTERLEAVED:
-            raise ConfigError(f"alias_name: {INTERLEAVED} is not part of this version")
+        if name == INTERLEAVED and (name != names[-1] or len(names) == 1):
+            raise ConfigError(f"alias_name {names}: {INTERLEAVED} is the last of several")
         if names.count(name) > 1:
             raise ConfigError(f"alias_name {names}: {name!r} stands there twice")
 

@@ -107,14 +107,15 @@ def consecutive_axes(parts: Mapping[str, int], axes: Mapping[str, int]) -> dict[
         if math.prod(axes[name] for name in taken) != count:
             start = f" from {taken[0]} on" if taken else ""
             raise ConfigError(
-                f"no axes{start} make the {count} parts of {dim} in {_shown_mesh(axes)}",
+                f"no axes{start} make the {count} parts of {dim} in {shown_mesh(axes)}",
                 hint="give the mesh the smallest factors as axes, such as 2 x 2 x 2 for 2 x 4 "
                 "and 4 x 2",
             )
     return axes_of
 
 
-def _shown_mesh(axes: Mapping[str, int]) -> str:
+def shown_mesh(axes: Mapping[str, int]) -> str:
+    """Return a mesh of `axes`, for messages."""
     return f"mesh ({', '.join(f'{name} {size}' for name, size in axes.items())})"
 
 
@@ -122,7 +123,7 @@ def shown_ranks(axes: Mapping[str, int]) -> str:
     """Return a mesh of `axes` and its number of ranks, for messages."""
     if not axes:
         return "the mesh has no axis that a plan may divide over"
-    return f"{_shown_mesh(axes)} has {math.prod(axes.values())} ranks"
+    return f"{shown_mesh(axes)} has {math.prod(axes.values())} ranks"
 
 
 class ModuleDims(msgspec.Struct, frozen=True, kw_only=True):
@@ -132,11 +133,15 @@ class ModuleDims(msgspec.Struct, frozen=True, kw_only=True):
         params: Of each parameter that modules of its class can have.
         inputs: Of the first input; None leaves it as it comes.
         out: Of the output; None leaves it as it comes.
+        copies: Pieces of this rank's part that are computed one after the other.
+        copied_dim: Dim of input and output that `copies` cuts.
     """
 
     params: dict[str, Dims]
     inputs: Dims | None
     out: Dims | None
+    copies: int = 1
+    copied_dim: int = 0
 
 
 def module_dims(

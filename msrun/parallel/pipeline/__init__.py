@@ -19,6 +19,7 @@ The idea.  A stage is a part of the model's own module tree.
 - `recordings` keeps one recording for each shape of micro-batch, mode and set of plain values, with
   what chunks send (`border`).  All ranks make the same from the same shapes, without a message.  A
   module that needs values to run is run on zeros for the shapes of its outputs.
+- `reach` notes which received values got a gradient, and drops gradients of zeros.
 - Micro-batches have equal shapes: a short one repeats its last sample, which counts nothing.
 
 Invariants.
@@ -28,6 +29,7 @@ Invariants.
 - A weight in several stages has equal copies.  Its gradients are added in the order of stages,
   after those over data-parallel ranks, so copies stay equal to the last bit.
 - What is sent is dense, replicated and of the shape that the receiver expects.
+- Parameters that the loss does not depend on have no gradient after `settle`.
 - Gradients come from `train_step` alone; a call of the model runs forward only (`inference`).
 - Zero-bubble schedules compute gradients of weights apart, by a way of torch that calls no hook of
   a parameter.  That is used only where nothing depends on those hooks in the middle of a step.

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -12,6 +12,7 @@ from torch import Tensor
 from msrun.errors import ModelError
 from msrun.parallel.local import full_tensor
 from msrun.parallel.pipeline.chunks import STAGES
+from msrun.parallel.torch_compat import function_of
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -42,10 +43,21 @@ Tensors = tuple[Tensor, ...]
 Borders = tuple[tuple[Border, ...], ...]
 
 
-def with_dense_gradient(tensor: Tensor) -> Tensor:
-    """Return `tensor`, whose gradient will be contiguous, so that it can be sent."""
-    result: Tensor = _DenseGradient.apply(tensor)  # type: ignore[no-untyped-call]
+def with_dense_gradient(tensor: Tensor, number: int, note: Callable[[], object]) -> Tensor:
+    """Return `tensor`, whose gradient will be contiguous, so that it can be sent.
+
+    Args:
+        tensor: What was received.
+        number: Which of the received values it is.
+        note: Called if a gradient comes; else it is zeros.
+    """
+    result: Tensor = _DenseGradient.apply(tensor, number, note)  # type: ignore[no-untyped-call]
     return result
+
+
+def received_value(step: Any) -> int | None:
+    """Return the number of the received value that a step of autograd hands on; None if none."""
+    return step.number if function_of(step) is _DenseGradient else None
 
 
 def ready_to_send(
@@ -132,14 +144,19 @@ class _DenseGradient(torch.autograd.Function):
     """Returns its input; the gradient is contiguous, as torch sends memory and not elements."""
 
     @staticmethod
-    def forward(ctx: Any, x: Tensor) -> Tensor:
-        del ctx
+    def forward(ctx: Any, x: Tensor, number: int, note: Callable[[], object]) -> Tensor:
+        # Else torch makes zeros of a gradient that there is not.
+        ctx.set_materialize_grads(False)
+        ctx.number, ctx.note, ctx.like = number, note, (x.shape, x.dtype, x.device)
         return x.detach()
 
     @staticmethod
-    def backward(ctx: Any, gradient: Tensor) -> Tensor:
-        del ctx
-        return gradient.contiguous()
+    def backward(ctx: Any, gradient: Tensor | None) -> tuple[Tensor, None, None]:
+        if gradient is None:
+            shape, dtype, device = ctx.like
+            return torch.zeros(shape, dtype=dtype, device=device), None, None
+        ctx.note()
+        return gradient.contiguous(), None, None
 
 
 class _JoinedGraph(torch.autograd.Function):

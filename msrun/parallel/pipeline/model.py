@@ -17,7 +17,6 @@ from msrun.errors import ModelError
 from msrun.parallel.config import ROOT, Pipeline
 from msrun.parallel.foreach.global_hooks import check_global_hooks
 from msrun.parallel.foreach.lists import refuse_norms
-from msrun.parallel.local import local_gradient
 from msrun.parallel.losses.batch import StepBatch
 from msrun.parallel.losses.sample_dims import Known
 from msrun.parallel.losses.tally import LossTally, TallyRanks
@@ -28,10 +27,12 @@ from msrun.parallel.pipeline.microbatch import MicrobatchSplit, WrittenBuffers, 
 from msrun.parallel.pipeline.penalty import check_loss
 from msrun.parallel.pipeline.plan import PipelineCut, SplitPlan, plan_split
 from msrun.parallel.pipeline.ranks import PipelineRanks
+from msrun.parallel.pipeline.reach.joins import JoinNotes
+from msrun.parallel.pipeline.reach.stage_reach import StageReach
 from msrun.parallel.pipeline.record.modes import closing
 from msrun.parallel.pipeline.record.structure import leaves
 from msrun.parallel.pipeline.recordings import Recording, Recordings, depends_on_received
-from msrun.parallel.pipeline.schedule import LossFunction, Schedule, Work
+from msrun.parallel.pipeline.schedule import LossFunction, Schedule, StageModel, Work
 from msrun.parallel.pipeline.tied import TiedWeights, find_ties
 from msrun.parallel.pipeline.trace import NamedInputs, program_of
 from msrun.parallel.pipeline.tree import check_names, graft, release
@@ -70,7 +71,7 @@ def split_model(
     return SplitModel(model, plan, settings.microbatches, ranks)
 
 
-class PipelineModel(nn.Module):
+class PipelineModel(StageModel):
     """One stage of a model, with parameters under the names they had; calling it runs all stages.
 
     A subclass knows how a chunk runs and what chunks send each other.
@@ -103,6 +104,8 @@ class PipelineModel(nn.Module):
         self._microbatches = microbatches
         self.written_buffers = WrittenBuffers(microbatches)
         self._schedules: OrderedDict[Borders, Schedule] = OrderedDict()
+        self._joins = JoinNotes()
+        self._reach: StageReach | None = None
         self._tied = TiedWeights(self, find_ties(cut), ranks.group, ranks.device)
         self._sizes = [
             sum({id(p): p.nbytes for p in h.values()}.values()) for h in cut.stage_params
@@ -115,6 +118,11 @@ class PipelineModel(nn.Module):
     def microbatches(self) -> int:
         """Number of micro-batches of a local batch."""
         return self._microbatches
+
+    @property
+    def joined_inputs(self) -> JoinNotes:
+        """Notes about inputs of modules that autograd joins."""
+        return self._joins
 
     def arguments(self, batch: StepBatch) -> Sequence[Any]:
         """Return the inputs of a batch, as `train_step` takes them.
@@ -247,10 +255,11 @@ class PipelineModel(nn.Module):
             buffers=self.written_buffers,
             known=self.known_outputs() if looks and not tally.is_whole else None,
         )
-        self._schedule(borders).run(work)
+        schedule = self._schedule(borders)
+        self._reach = reach = StageReach(self, self._ranks, schedule.reach, self._tied)
+        schedule.run(work)
         self.written_buffers.is_checked = not tally.has_refused
-        for param in self.parameters():
-            local_gradient(param)  # completes gradients that were computed apart, without a hook
+        tally.note_unreached(reach.end() + self._joins.missing)
         # The last stage has the loss, and any stage may have refused.
         dist.all_reduce(tally.numbers, group=self._ranks.group)
         return tally
@@ -261,6 +270,19 @@ class PipelineModel(nn.Module):
         In that order copies stay equal to the last bit.  All ranks of the axis take part.
         """
         self._tied.reduce()
+
+    def settle(self, tally: LossTally, ranks: TallyRanks) -> None:
+        """Drop gradients that one process would not have; all ranks of the job take part.
+
+        Args:
+            tally: Of the step, which is finished.
+            ranks: As of `train_step`.
+        """
+        reach, self._reach = self._reach, None
+        if reach and tally.has_unreached:
+            reach.settle(ranks.group)
+        for schedule in self._schedules.values():
+            schedule.forget()
 
     def tied_names(self) -> list[str]:
         """Return the names of the parameters here that other stages have, too."""
@@ -342,6 +364,16 @@ class SplitModel(PipelineModel):
             self._recording.programs[chunk],
             self._recording.borders[chunk - 1] if chunk else (),
         )
+
+    def chunk_parameters(self, chunk: int) -> set[Parameter]:
+        """Return the parameters that `chunk` uses."""
+        if self._recording is None:
+            return set(self.parameters())
+        program = self._recording.programs[chunk]
+        owners = [self.get_submodule(name) for name in program.modules]
+        found = {param for owner in owners for param in owner.parameters()}
+        own = dict(self.named_parameters(remove_duplicate=False))
+        return found | {own[name] for name in program.attributes if name in own}
 
     @property
     def whole(self) -> nn.Module:

@@ -7,7 +7,7 @@ last chunk.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Collection, Iterator, Sequence
 from dataclasses import dataclass
 from functools import partial
 from itertools import chain
@@ -40,11 +40,12 @@ from msrun.parallel.pipeline.border import (
     nothing,
     ready_to_send,
     stand_ins,
-    with_dense_gradient,
 )
 from msrun.parallel.pipeline.chunks import MICROBATCHES, STAGES
 from msrun.parallel.pipeline.microbatch import MicrobatchSplit, WrittenBuffers
 from msrun.parallel.pipeline.ranks import PipelineRanks
+from msrun.parallel.pipeline.reach.border_reach import BorderReach
+from msrun.parallel.pipeline.reach.joins import JoinNotes
 from msrun.parallel.pipeline.timeline import Action, plain_order
 from msrun.parallel.torch_compat import eagerly, write_count
 
@@ -147,6 +148,23 @@ class Work:
         return self.tally.objective(loss, samples)
 
 
+class StageModel(nn.Module):
+    """What a schedule knows of this rank's part of the model."""
+
+    @property
+    def joined_inputs(self) -> JoinNotes:
+        """Notes about inputs of modules that autograd joins."""
+        raise NotImplementedError
+
+    def can_wait(self, chunk: int) -> bool:
+        """Return whether gradients of the weights of `chunk` can be computed after its inputs'."""
+        raise NotImplementedError
+
+    def chunk_parameters(self, chunk: int) -> Collection[Parameter]:
+        """Return the parameters that `chunk` uses."""
+        raise NotImplementedError
+
+
 class Runner(nn.Module):
     """What torch calls as one chunk of the model.
 
@@ -154,15 +172,19 @@ class Runner(nn.Module):
         model: This stage's part of the model.
         chunk: Number of the chunk.
         sent: What it sends; the last chunk yields the loss.
+        reach: Notes which gradients there are.
     """
 
-    def __init__(self, model: nn.Module, chunk: int, sent: Sequence[Border]) -> None:
+    def __init__(
+        self, model: nn.Module, chunk: int, sent: Sequence[Border], reach: BorderReach
+    ) -> None:
         super().__init__()
         # Not as a submodule: torch would throw away gradients of fully sharded parameters.
         self._run = partial(model, pipeline_chunk=chunk)
         self._weights = model.parameters
         self.work: Work | None = None
         self._sent = sent
+        self._reach = reach
         # Whether the model writes its inputs in place, as the first micro-batch shows.
         self._writes: bool | None = None
 
@@ -172,17 +194,23 @@ class Runner(nn.Module):
 
     def forward(self, *received: Tensor, part: Tensor) -> Tensor | tuple[Tensor, ...]:
         """Run the chunk on micro-batch `part`, a tensor of one number."""
+        index = int(part.item())
+        tensors = self._reach.watch(index, received)
+        sent = self._run_part(index, tensors)
+        self._reach.keep(index, sent)
+        return sent[0] if self._sent is _LOSS else sent
+
+    def _run_part(self, index: int, tensors: Sequence[Tensor]) -> tuple[Tensor, ...]:
+        """Return what the chunk sends of a micro-batch, or the loss alone."""
         if self.work is None:
             raise RuntimeError("there is no batch")
-        index = int(part.item())
         inputs = self.work.split.padded(self.work.inputs, index)
         if self._writes is not False:
             # Micro-batches are views of one batch: a write to one would count as one to all.
             inputs = map_leaves(Tensor.clone, inputs)
-        tensors = [with_dense_gradient(tensor) for tensor in received]
         run = partial(self._watched, self.work, inputs, tensors)
         if self._sent is _LOSS:
-            return join_graph([self.work.loss(run, index, tensors)], tensors)[0]
+            return join_graph([self.work.loss(run, index, tensors)], tensors)
         try:
             return ready_to_send(run(), self._sent, tensors)
         except UsageError as error:
@@ -230,17 +258,21 @@ class Schedule:
         ranks: The pipeline.
         borders: What each chunk but the last sends.
         microbatches: Parts of a batch.
+
+    Attributes:
+        reach: Which gradients the last run had, of each chunk of this stage.
     """
 
     def __init__(
-        self, model: nn.Module, ranks: PipelineRanks, borders: Borders, microbatches: int
+        self, model: StageModel, ranks: PipelineRanks, borders: Borders, microbatches: int
     ) -> None:
         self._ranks = ranks
         chunks = ranks.chunks
         own = chunks.of_stage(ranks.stage)
         sent = [*borders, _LOSS]
         self._parts = torch.arange(microbatches)
-        self._runners = [Runner(model, chunk, sent[chunk]) for chunk in own]
+        self.reach = _reach(model, own, [(), *borders], sent, microbatches)
+        self._runners = [Runner(model, chunk, sent[chunk], self.reach[chunk]) for chunk in own]
         stages = [
             PipelineStage(
                 runner,
@@ -265,6 +297,7 @@ class Schedule:
         """Run all forwards and backwards of `work`; all ranks of the axis take part."""
         for runner in self._runners:
             runner.work = work
+        self.forget()
         try:
             self._schedule.step(part=self._parts, target=self._parts, return_outputs=False)
         except RuntimeError as error:
@@ -274,6 +307,11 @@ class Schedule:
         finally:
             for runner in self._runners:
                 runner.work = None
+
+    def forget(self) -> None:
+        """Release what the notes of the last run keep alive."""
+        for notes in self.reach.values():
+            notes.begin()
 
     def orders(self) -> list[list[Action]]:
         """Return the actions of each stage, in order."""
@@ -286,7 +324,7 @@ class Schedule:
         return [plain_order(stage, count, warm=warm[stage]) for stage in stages]
 
 
-def _builder(model: nn.Module, chunk: int, received: Sequence[Border]) -> Callable[[], Any] | None:
+def _builder(model: StageModel, chunk: int, received: Sequence[Border]) -> Callable[[], Any] | None:
     """Return how gradients of weights are computed apart from inputs'; None leaves it to torch.
 
     torch's way begins at inputs with a gradient, calls no hook of a parameter, and runs backward
@@ -297,10 +335,32 @@ def _builder(model: nn.Module, chunk: int, received: Sequence[Border]) -> Callab
     is_hooked = any(isinstance(module, FSDPModule) for module in model.modules())
     can_wait = not is_hooked or getattr(model, "reduces_once", False)
     can_wait = can_wait and not getattr(model, "keeps_results", False)
-    can_wait = can_wait and model.can_wait(chunk)  # type: ignore[operator]
+    can_wait = can_wait and model.can_wait(chunk)
     if can_wait and any(border.requires_grad for border in received):
         return None
     return lambda: lambda: None
+
+
+def _reach(
+    model: StageModel,
+    own: Sequence[int],
+    received: Sequence[Sequence[Border]],
+    sent: Sequence[Sequence[Border]],
+    parts: int,
+) -> dict[int, BorderReach]:
+    """Return the notes of each chunk of a stage, for the notes of one step after the other."""
+    params = {chunk: set(model.chunk_parameters(chunk)) for chunk in own}
+    return {
+        chunk: BorderReach(
+            received[chunk],
+            sent[chunk],
+            parts,
+            model.joined_inputs,
+            partial(model.chunk_parameters, chunk),
+            shares=any(params[chunk] & params[other] for other in own if other != chunk),
+        )
+        for chunk in own
+    }
 
 
 def _actions(order: Sequence[Any]) -> list[Action]:

@@ -10,7 +10,7 @@ import traceback
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import nullcontext
 from functools import partial
-from typing import Any
+from typing import Any, NoReturn
 
 import torch
 from torch import Tensor, fx, nn
@@ -19,6 +19,7 @@ from torch.func import functional_call
 from torch.nn import Parameter
 
 from msrun.errors import ModelError
+from msrun.parallel.local import is_equal
 from msrun.parallel.losses.batch import map_leaves, tensors_in
 from msrun.parallel.losses.sample_watch import SampleWatch
 from msrun.parallel.pipeline.chunks import STAGES
@@ -91,6 +92,21 @@ class Skeleton:
         Raises:
             ModelError: The forward cannot be recorded.
         """
+        guard = CopyGuard(self._opened)
+        trace = self._record(inputs, counts=counts, samples=samples)
+        if changed := guard.changed():
+            # A flag that the first call sets is no matter if the next one is the same.
+            once = CopyGuard(self._opened)
+            try:
+                again = self._record(inputs, counts=counts, samples=samples)
+            except ModelError:  # it got what the first one made
+                again = None
+            if again is None or once.changed() or not _is_same(again, trace):
+                guard.restore()
+                self._refuse_change(changed)
+        return trace
+
+    def _record(self, inputs: Sequence[Any], *, counts: bool, samples: int | None) -> Trace:
         recorder = ForwardRecorder(
             self._tensors, self._originals, self.device, self._materialize, counts=counts
         )
@@ -100,12 +116,12 @@ class Skeleton:
                 recorder.add_input(tensor)
             args, named = bound(self._copy, values)
             self._recorder = recorder
-            guard, states = CopyGuard(self._opened), PythonRandom()
+            states = PythonRandom()
             watch = None if samples is None else SampleWatch(values, samples)
             try:
                 with watch or nullcontext(), self.watched.finding(recorder.note), recorder:
                     output = self._copy.forward(*args, **named)
-                self._check(guard.changed(), self.watched.changed(), states.changed())
+                self._check(self.watched.changed(), states.changed())
                 recorder.finish(output)
                 known = watch.known(tensors_in(output)) if watch else ()
             except Exception as error:  # noqa: BLE001 - the model's own code may raise anything
@@ -133,19 +149,22 @@ class Skeleton:
                 vars(part)[key] = value
         self.watched.watch_module(name, part, self._opened[name], {})
 
-    def _check(self, attribute: str, value: str, drawn: str) -> None:
+    def _check(self, value: str, drawn: str) -> None:
         """Refuse a forward that changes what no stage would change."""
-        name = type(self._copy).__name__
-        if attribute or value:
-            raise ModelError(
-                f"{STAGES}: the forward of {name} sets {attribute or value}, and is divided",
-                hint="count and keep in a module that has a stage",
-            )
+        if value:
+            self._refuse_change(value)
         if drawn:
             raise ModelError(
-                f"{STAGES}: the forward of {name} draws numbers of {drawn}, and is divided",
+                f"{STAGES}: the forward of {type(self._copy).__name__} draws numbers of {drawn}, "
+                "and is divided",
                 hint="draw in a module that has a stage, or pass the numbers as inputs",
             )
+
+    def _refuse_change(self, name: str) -> NoReturn:
+        raise ModelError(
+            f"{STAGES}: the forward of {type(self._copy).__name__} sets {name}, and is divided",
+            hint="count and keep in a module that has a stage",
+        )
 
     def _refusal(self, error: Exception) -> ModelError:
         if isinstance(error, ModelError):
@@ -259,6 +278,15 @@ class Skeleton:
             return tensor
         device = self.device if tensor.is_meta else tensor.device
         return _like(tensor, device).requires_grad_(tensor.requires_grad)
+
+
+def _is_same(one: Trace, other: Trace) -> bool:
+    """Return whether two recordings have the same steps, in the same modes."""
+    modes = [[node.meta.get("modes") for node in each.graph.nodes] for each in (one, other)]
+    same_steps = str(one.graph) == str(other.graph) and modes[0] == modes[1]
+    if not same_steps or one.constants.keys() != other.constants.keys():
+        return False
+    return all(is_equal(value, other.constants[name]) for name, value in one.constants.items())
 
 
 def _like(tensor: Tensor, device: torch.device) -> Tensor:

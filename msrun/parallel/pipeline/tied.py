@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
+from collections.abc import Set as AbstractSet
 from dataclasses import dataclass
 
 import torch
@@ -89,6 +90,31 @@ class TiedWeights:
         """Return the names of the parameters here that other stages have too, frozen ones too."""
         ties = (*self._ties, *self._frozen)
         return [name for tie in ties for name in tie.names.get(self._stage, ())]
+
+    def trained(self) -> set[Parameter]:
+        """Return the trained parameters here that other stages have too."""
+        here = [tie for tie in self._ties if self._stage in tie.names]
+        return {param for tie in here for param in self._copies(tie)}
+
+    def needed_elsewhere(self, gone: AbstractSet[Parameter]) -> set[Parameter]:
+        """Return those of `gone` that have a gradient by another copy of theirs.
+
+        All ranks of the axis take part.
+
+        Args:
+            gone: Parameters here without a gradient of their own.
+        """
+        if not self._ties:
+            return set()
+        copies = {
+            number: self._copies(tie)
+            for number, tie in enumerate(self._ties)
+            if self._stage in tie.names
+        }
+        own = [number for number, params in copies.items() if not gone >= set(params)]
+        every = messages.gather_all(own, list[int], self._group, self._device)
+        needed = {number for numbers in every for number in numbers}
+        return {param for number in needed.intersection(copies) for param in copies[number]}
 
     def borrowed(self) -> set[Parameter]:
         """Return the parameters here that an earlier stage has too."""

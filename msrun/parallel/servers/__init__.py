@@ -1,7 +1,10 @@
-"""Rows and optimizers of parameter servers with torch: what the machines' payloads are made of.
+"""Parameter servers with torch: what the machines of `msrun/cluster/servers` act upon.
 
-`rows.py` is a server's side, `routing.py` a worker's, `recipe.py` the optimizer between them.  The
-protocol is in `msrun/cluster/servers`; no process runs it yet (decision 0045).
+A server is `process.py`: rows (`rows.py`), disk (`disk.py`), and in server 0 the coordinator
+(`head.py`).  A rank is `remote.py`: parameters of a model that live elsewhere, their lookups
+(`lookups.py`) and checkpoints, over a thread of its own (`client.py`).  Between them are the
+optimizer as data (`recipe.py`), messages (`wire.py`, `routing.py`, `contents.py`) and the addresses
+in the job's store (`addresses.py`).
 """
 
 from msrun.parallel.servers import recipe, routing, rows

@@ -57,16 +57,48 @@ def recipe_of(optimizer: torch.optim.Optimizer, names: Mapping[nn.Parameter, str
         hint = "it must treat elements alone: keep these parameters out of `servers`"
         raise ConfigError(text, hint=hint)
     options = {
-        names[parameter]: {
-            name: _plain(value)
-            for name, value in group.items()
-            if name != "params" and name not in _EXECUTION
-        }
+        names[parameter]: options_of(group)
         for group in optimizer.param_groups
         for parameter in group["params"]
         if parameter in names
     }
     return Recipe(kind=kind, options=options)
+
+
+def options_of(group: Mapping[str, object]) -> dict[str, Value]:
+    """Return the options of a group of an optimizer as plain data.
+
+    Raises:
+        ConfigError: One of them is none.
+    """
+    return {
+        name: _plain(value)
+        for name, value in group.items()
+        if name not in {"params", "param_names"} and name not in _EXECUTION
+    }
+
+
+def try_recipe(recipe: Recipe, table: str, dtype: torch.dtype, *, is_sparse: bool) -> None:
+    """Take two steps with a small table, and refuse what torch or servers cannot do.
+
+    Raises:
+        ConfigError: The optimizer does not take such gradients, or keeps a state of another kind.
+    """
+    parameter = nn.Parameter(torch.ones(2, 1, dtype=dtype))
+    optimizer = build_optimizer(recipe.kind, parameter, recipe.options[table])
+    kind = "sparse gradients" if is_sparse else "dense gradients"
+    try:
+        for _ in range(2):
+            gradient = torch.ones(2, 1, dtype=dtype)
+            parameter.grad = gradient.to_sparse(1) if is_sparse else gradient
+            optimizer.step()
+    except RuntimeError as error:
+        text = f"{recipe.kind} does not train {table} with {kind}: {error}"
+        raise ConfigError(text) from None
+    for name, value in optimizer.state[parameter].items():
+        if isinstance(value, torch.Tensor) and value.layout is not torch.strided:
+            text = f"servers cannot keep {name} of {recipe.kind} for {table}, which has {kind}"
+            raise ConfigError(text, hint="make the table with sparse=False, or choose Adagrad")
 
 
 def _plain(value: object) -> Value:

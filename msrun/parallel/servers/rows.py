@@ -17,6 +17,9 @@ from torch import Tensor, nn
 from msrun.cluster.servers.ownership import Slice
 from msrun.parallel.servers.recipe import Recipe, Value, build_optimizer
 
+# Places in a slice and their gradients; None for all of its rows.
+_Part = tuple[Tensor | None, Tensor]
+
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class RowGradients:
@@ -34,6 +37,18 @@ class RowGradients:
     is_sparse: bool = False
 
 
+@dataclass(frozen=True, slots=True)
+class SliceGradients:
+    """The gradients of all rows of some slices of one table: number of the slice -> gradients."""
+
+    values: Mapping[int, Tensor]
+
+    @property
+    def is_sparse(self) -> bool:
+        """Whether the optimizer is to see some rows only."""
+        return False
+
+
 @dataclass(frozen=True, slots=True, kw_only=True)
 class WorkerPush:
     """What a worker sends to one server for one step.
@@ -44,7 +59,7 @@ class WorkerPush:
         options: Table -> the options of its group, which a scheduler may change each step.
     """
 
-    gradients: Mapping[str, RowGradients]
+    gradients: Mapping[str, RowGradients | SliceGradients]
     options: Mapping[str, Mapping[str, Value]] = field(default_factory=dict)
 
 
@@ -64,8 +79,12 @@ class _Live:
     optimizer: torch.optim.Optimizer
 
     def at_rest(self) -> SliceState:
+        here = self.here()
+        return SliceState(here.rows.clone(), _copied(here.state))
+
+    def here(self) -> SliceState:
         state = self.optimizer.state.get(self.parameter, {})
-        return SliceState(self.parameter.detach().clone(), _copied(state))
+        return SliceState(self.parameter.detach(), state)
 
 
 def _copied(state: Mapping[str, object]) -> dict[str, object]:
@@ -114,6 +133,14 @@ class ServerRows:
         """Return copies of all slices."""
         return {piece: live.at_rest() for piece, live in self._live.items()}
 
+    def here(self, table: str | None = None) -> dict[Slice, SliceState]:
+        """Return all slices, or those of a table, which the next step changes in place."""
+        return {
+            piece: live.here()
+            for piece, live in self._live.items()
+            if table is None or piece.table == table
+        }
+
     def read(self, table: str, ids: Tensor) -> Tensor:
         """Return rows of a table by their numbers in it, all of which are here."""
         count = self._counts[table]
@@ -143,26 +170,30 @@ class ServerRows:
                 live.optimizer.step()
                 live.parameter.grad = None
 
-    def _part(self, piece: Slice, part: RowGradients) -> tuple[Tensor, Tensor]:
+    def _part(self, piece: Slice, part: RowGradients | SliceGradients) -> _Part:
         """Return the places in a slice of the rows that are in it, and their gradients."""
+        if isinstance(part, SliceGradients):
+            return None, part.values[piece.index]
         count = self._counts[piece.table]
         is_here = part.ids % count == piece.index
         return part.ids[is_here] // count, part.values[is_here]
 
 
-def _added(
-    parameter: nn.Parameter, parts: Iterable[tuple[Tensor, Tensor]], *, is_sparse: bool
-) -> Tensor:
+def _added(parameter: nn.Parameter, parts: Iterable[_Part], *, is_sparse: bool) -> Tensor:
     parts = list(parts)
     if not is_sparse:
-        dense = torch.zeros_like(parameter)
+        dense = torch.zeros_like(parameter, requires_grad=False)
         for places, values in parts:
-            dense.index_add_(0, places, values.to(dense.dtype))
+            if places is None:
+                dense.add_(values.to(dense.dtype))
+            else:
+                dense.index_add_(0, places, values.to(dense.dtype))
         return dense
-    used, where = torch.cat([places for places, _ in parts]).unique(return_inverse=True)
+    rows = [(places, values) for places, values in parts if places is not None]
+    used, where = torch.cat([places for places, _ in rows]).unique(return_inverse=True)
     total = parameter.new_zeros((len(used), *parameter.shape[1:]), requires_grad=False)
     begin = 0
-    for places, values in parts:
+    for places, values in rows:
         total.index_add_(0, where[begin : begin + len(places)], values.to(total.dtype))
         begin += len(places)
     return torch.sparse_coo_tensor(

@@ -57,6 +57,7 @@ from msrun.parallel.config import Dims
 from msrun.parallel.foreach.lists import support_lists
 from msrun.parallel.local import local_gradient, on_accumulation, replace_parameter
 from msrun.parallel.tensor.guard import Guard
+from msrun.parallel.tensor.interleaved import Interleaved
 from msrun.parallel.tensor.local_module import make_local
 from msrun.parallel.tensor.outputs import plain
 from msrun.parallel.tensor.placements import on_mesh, packed, placements
@@ -91,6 +92,11 @@ def apply(model: nn.Module, plans: Mapping[str, ModulePlan], mesh: DeviceMesh) -
             setattr(module, param, sharded[id(tensor)])
         if plan.is_local:
             make_local(module, name, mesh, _only_axis(plan))
+        if plan.copies > 1:
+            inputs = _WantedPlacement(plan.inputs, mesh, f"{plan.key}.in of {name}")
+            out = _WantedPlacement(plan.out, mesh, f"{plan.key}.out of {name}")
+            module.forward = Interleaved(name, module, plan, mesh, guard, inputs=inputs, out=out)
+            continue
         hooks = _Hooks(name, plan, mesh, guard)
         module.register_forward_pre_hook(hooks.before, with_kwargs=True)
         module.register_forward_hook(hooks.after)
@@ -261,23 +267,29 @@ class _WantedPlacement:
         self._replicated = (Replicate(),) * mesh.ndim
         self._placements: dict[torch.Size, tuple[Placement, ...]] = {}
 
-    def put(self, x: Tensor) -> DTensor:
-        """Return `x` in this placement; a plain tensor counts as replicated."""
+    def put(self, x: Tensor, *, is_async: bool = False) -> DTensor:
+        """Return `x` in this placement; a plain tensor counts as replicated.
+
+        With `is_async`, what is sent may still be on its way.
+        """
         placed = x
         if not isinstance(placed, DTensor):
             placed = on_mesh(x, self._mesh, self._replicated)
         if self._dims is None:
             return placed
-        wanted = self._wanted(x.shape)
-        return placed if placed.placements == wanted else placed.redistribute(self._mesh, wanted)
+        wanted = self.of(x.shape)
+        if placed.placements == wanted:
+            return placed
+        return placed.redistribute(self._mesh, wanted, async_op=is_async)
 
     def is_like(self, other: _WantedPlacement, x: Tensor) -> bool:
         """Return whether `self` and `other` want the same placement of `x`."""
         if self._dims is None or other._dims is None:
             return self._dims is other._dims
-        return self._wanted(x.shape) == other._wanted(x.shape)
+        return self.of(x.shape) == other.of(x.shape)
 
-    def _wanted(self, shape: torch.Size) -> tuple[Placement, ...]:
+    def of(self, shape: torch.Size) -> tuple[Placement, ...]:
+        """Return the placements of a tensor of `shape`."""
         if shape not in self._placements:
             if len(self._placements) == _SHAPES_MAX:
                 self._placements.clear()

@@ -6,16 +6,30 @@ Modules are given as descriptions, so that a plan is checked without torch or a 
 from __future__ import annotations
 
 import math
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from fnmatch import fnmatchcase
 
 import msgspec
 
 from msrun.errors import ConfigError
 from msrun.parallel.config import ROOT, UNSHARDED_DIMS, Dims, PlanRule
-from msrun.parallel.layout import EXPERT_AXIS, MeshLayout, plan_axes, style_axis
+from msrun.parallel.layout import EXPERT_AXIS, MeshLayout, rule_axes, style_axis
 from msrun.parallel.match import matching
-from msrun.parallel.notation.rules import notation_dims
+from msrun.parallel.notation.dims import ModuleDims
+from msrun.parallel.notation.rules import batch_free, notation_dims
+
+# Modules that compute each element for itself.
+_ELEMENTWISE = (
+    "ELU",
+    "GELU",
+    "Identity",
+    "LeakyReLU",
+    "ReLU",
+    "SiLU",
+    "Sigmoid",
+    "Softplus",
+    "Tanh",
+)
 
 _EXPERT_DIMS = 3
 
@@ -65,6 +79,9 @@ class ModulePlan(msgspec.Struct, frozen=True, kw_only=True):
         packed: Parameter -> number of equal tensors that follow each other in its sharded dim.
         out_parts: The same for the last dim of the output.
         is_local: Whether the module computes on plain shards, and ranks add their outputs.
+        copies: Pieces of this rank's part that the module computes one after the other, so that
+            the collectives of one run while the next computes.
+        copied_dim: Dim of input and output that they cut.
         is_routed: Whether ranks have experts of the module, and tokens travel to them.
     """
 
@@ -75,6 +92,8 @@ class ModulePlan(msgspec.Struct, frozen=True, kw_only=True):
     packed: dict[str, int] = {}
     out_parts: int = 1
     is_local: bool = False
+    copies: int = 1
+    copied_dim: int = 0
     is_routed: bool = False
 
 
@@ -123,6 +142,8 @@ def _rule_of(rule: PlanRule | NamedRules, name: str) -> PlanRule | None:
     """Return the rule for the module `name`, if `rule` has one."""
     if isinstance(rule, NamedRules):
         return rule.rules.get(name)
+    if rule.style == "context":
+        return None  # it shards no parameter, and other rules may match its modules
     return rule if fnmatchcase(name, rule.match) else None
 
 
@@ -149,27 +170,72 @@ def _plan(
         if axis == EXPERT_AXIS and layout.ep:
             return _routed(key, name, module)
         return _styled(key, rule, axis, f"{name or 'the model'} ({module.kind})", module)
+    if rule.layout:
+        _check_names(f"{key}.layout.params", rule.layout.params, name, module)
     if rule.strategy or rule.layout:
         return _from_mindspore_notation(key, rule, layout, module)
-    for param in rule.params:
+    _check_names(f"{key}.params", rule.params, name, module)
+    return ModulePlan(
+        key=key,
+        params=rule.params,
+        inputs=None if rule.inputs is None else batch_free(rule.inputs, f"{key}.in"),
+        out=None if rule.out is None else batch_free(rule.out, f"{key}.out"),
+    )
+
+
+def _check_names(key: str, params: Iterable[str], name: str, module: ModuleShape) -> None:
+    """Refuse names of parameters that the module does not have."""
+    for param in params:
         if param not in module.params:
             choices = ", ".join(module.params) or "it has none"
-            raise ConfigError(f"{key}.params.{param}: {name} has no such parameter ({choices})")
-    return ModulePlan(key=key, params=rule.params, inputs=rule.inputs, out=rule.out)
+            raise ConfigError(
+                f"{key}.{param}: {name or 'the model'} has no such parameter ({choices})"
+            )
 
 
 def _from_mindspore_notation(
     key: str, rule: PlanRule, layout: MeshLayout, module: ModuleShape
 ) -> ModulePlan:
-    axes = {name: layout.axes[name] for name in plan_axes(layout)}
     kind = module.base if module.base in ("Linear", "Embedding") else module.kind
-    notated = notation_dims(rule, key, kind, axes)
+    notated = notation_dims(rule, key, kind, rule_axes(layout))
     params = notated.params
     # A strategy names no parameters: it gives those that this kind of module can have, such as a
     # bias that is absent here.
     if rule.layout is None:
         params = {name: dims for name, dims in params.items() if name in module.params}
-    return ModulePlan(key=key, params=params, inputs=notated.inputs, out=notated.out)
+    if notated.copies > 1:
+        _check_copied(f"{key}.layout.in", notated, module)
+    return ModulePlan(
+        key=key,
+        params=params,
+        inputs=notated.inputs,
+        out=notated.out,
+        copies=notated.copies,
+        copied_dim=notated.copied_dim,
+    )
+
+
+def _check_copied(key: str, dims: ModuleDims, module: ModuleShape) -> None:
+    """Refuse `interleaved_parallel` for what does not compute each index of that dim alone.
+
+    Raises:
+        ConfigError: Pieces would give something else than the whole.
+    """
+    normalized = len(module.params.get("weight", ()))
+    inner = {"Linear": 1, "Conv1D": 1, "LayerNorm": normalized, "RMSNorm": normalized}
+    alone = {**inner, "Embedding": 0, **dict.fromkeys(_ELEMENTWISE, 0)}
+    kind = module.base if module.base in ("Linear", "Embedding", "Conv1D") else module.kind
+    if kind not in alone or (kind in ("LayerNorm", "RMSNorm") and not normalized):
+        raise ConfigError(
+            f"{key}: interleaved_parallel is for {', '.join(alone)}, whose samples do not meet, "
+            f"not {module.kind}"
+        )
+    count = len(dims.inputs or ())
+    if dims.copied_dim >= count - alone[kind]:
+        raise ConfigError(
+            f"{key}: interleaved_parallel cuts dim {dims.copied_dim} of {count}, over which "
+            f"{module.kind} computes (choose an earlier one)"
+        )
 
 
 def _styled(

@@ -5,8 +5,8 @@ from __future__ import annotations
 import torch
 from torch import nn
 
-from msrun.parallel.config import Verify
 from msrun.parallel.rank_context import Rank
+from msrun.parallel.settings.steps import Verify
 from msrun.parallel.verify.layers import LayerSample, comparison_size, sample
 from msrun.parallel.verify.reference import Reference
 from msrun.supervise.machine import read_memory_available

@@ -57,6 +57,7 @@ class SchedulerProcess:
             with process.signals_held(DEAF_TO):
                 self._process = subprocess.Popen(
                     python_command("msrun.processes.scheduler.scheduler:main"),
+                    bufsize=0,  # a buffer would try again what could not be written, when closed
                     stdin=subprocess.PIPE,
                     stdout=log,
                     stderr=log,
@@ -68,10 +69,7 @@ class SchedulerProcess:
                     preexec_fn=None if again else dies_with_us(),  # noqa: PLW1509 - see there
                 )
         self._lifeline = cast("IO[bytes]", self._process.stdin)
-        # If it has ended already, its pidfd says so.
-        with contextlib.suppress(BrokenPipeError):
-            self._lifeline.write(dump(config) + b"\n")
-            self._lifeline.flush()
+        self._tell(dump(config) + b"\n")
         self.pidfd = os.pidfd_open(self._process.pid)
         """Readable as soon as it has ended."""
 
@@ -90,9 +88,7 @@ class SchedulerProcess:
 
     def pass_on(self, signum: int) -> None:
         """Pass a signal on to a scheduler that is `alone`."""
-        with contextlib.suppress(BrokenPipeError):
-            self._lifeline.write(bytes([signum]))
-            self._lifeline.flush()
+        self._tell(bytes([signum]))
 
     def how_it_ended(self) -> str:
         """Return the words for its end, after `pidfd` became readable."""
@@ -126,6 +122,12 @@ class SchedulerProcess:
         with process.patiently(), contextlib.suppress(subprocess.TimeoutExpired):
             self._process.wait(_KILLED_SECONDS)
         self.close()
+
+    def _tell(self, data: bytes) -> None:
+        # If it has ended already, its pidfd says so.
+        with contextlib.suppress(BrokenPipeError):
+            while data:
+                data = data[self._lifeline.write(data) :]
 
     def _told(self) -> tuple[int, str]:
         """Return its term, 0 if it never began, and why it could not go on, if it said so."""

@@ -33,7 +33,15 @@ def test_a_verb_is_understood(msrun, system, words):
 @pytest.mark.parametrize(("flag", "text"), OPTIONS)
 def test_an_option_takes_its_example(flag, text):
     name = flag.removeprefix("--")
-    if name not in ("max-restarts", "grace", "join-timeout", "workdir", "k8s-patch", "parallel"):
+    if name not in (
+        "nnodes",
+        "max-restarts",
+        "grace",
+        "join-timeout",
+        "workdir",
+        "k8s-patch",
+        "parallel",
+    ):
         example = "zone" if text.isupper() else text
         read_options({"image": "t", name: example.lower() if text.isupper() else example})
 

@@ -122,6 +122,9 @@ class Admission:
         if not is_indexed and ("backoffLimitPerIndex" in spec or "successPolicy" in spec):
             text = "spec.backoffLimitPerIndex: Invalid value: requires indexed completion mode"
             raise invalid(resource, obj, text)
+        if is_indexed and spec.get("maxFailedIndexes", 0) > spec["completions"]:
+            text = "must be less than or equal to completions"
+            raise invalid(resource, obj, f"spec.maxFailedIndexes: Invalid value: {text}")
         if operation == "UPDATE":
             self._check_job_update(resource, obj)
             return

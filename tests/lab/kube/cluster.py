@@ -17,6 +17,7 @@ from typing import Self
 
 import yaml
 
+from kube import jobsets
 from kube.admission import Admission
 from kube.failures import ApiError
 from kube.housekeeping import NodeLifecycle, collect_garbage, disrupt, schedule, state
@@ -64,6 +65,7 @@ class Cluster:
         self._numbers = itertools.count()
         self.problems = self.server.problems
         duties = [self._jobs.sync_all, lambda: collect_garbage(self.store)]
+        duties.append(lambda: jobsets.sync_all(self.store))
         if lab is not None:
             self.pods = Kubelets(self.store, lab, lab.folder / "kube", self.emit)
             self.server.pods = self.pods

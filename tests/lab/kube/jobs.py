@@ -126,9 +126,12 @@ class JobController:
             if action == "FailIndex" or failures > spec.get("backoffLimitPerIndex", failures):
                 lost.add(index)
         if is_indexed:
-            done = {index for index in done if index is not None and index < spec["completions"]}
+            done, lost = (
+                {index for index in found if index is not None and index < spec["completions"]}
+                for found in (done, lost)
+            )
             status |= {"completedIndexes": _ranges(done), "succeeded": len(done)}
-            if lost:
+            if lost or "failedIndexes" in status:
                 status["failedIndexes"] = _ranges(lost)
         return verdict
 

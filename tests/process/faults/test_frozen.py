@@ -94,7 +94,7 @@ def test_one_that_is_stopped_does_not_keep_a_job_from_being_stopped(family, name
     stop(job.find(name))
     job.send(signum)
 
-    assert job.wait(SECONDS) in (128 + signum, 70 if "scheduler" in name else 128 + signum)
+    assert job.wait(SECONDS) == 128 + signum
     assert gone(sleepers)
 
 

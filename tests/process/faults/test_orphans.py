@@ -202,6 +202,25 @@ def test_no_shared_memory_of_a_worker_is_left_whoever_was_killed(msrun, victim):
     assert segments([worker]) == []
 
 
+@pytest.mark.parametrize(
+    "order", [["msrun forksrv", "msrun reaper"], ["msrun reaper", "msrun forksrv"]]
+)
+def test_nothing_is_left_of_a_worker_when_both_are_killed_before_the_launcher_sees_it(msrun, order):
+    program = ": > /dev/shm/torch_$$_1_0; setsid sleep 600 & echo up $$; exec sleep 600"
+    job = msrun(*shell(program))
+    job.until_logged("up")
+    job.until_said("msrun: running")
+    worker = psutil.Process(int(job.log().split()[-1]))
+    job.send(signal.SIGSTOP)
+    for helper in [job.find(name) for name in order]:
+        kill(helper)
+    job.send(signal.SIGCONT)
+
+    assert job.wait() == 120
+    assert segments([worker]) == []
+    until(lambda: not job.leftovers(), "for the end of all")
+
+
 def is_reaper(member):
     try:
         return member.name() == "msrun reaper"

@@ -28,6 +28,7 @@ class ServerChaos(NullDriver):
         self.scales = draw.choice([0.0, 0.0, 0.03])
         self.save_time = draw.choice([0.01, 0.5, 3.0])
         self.pace = draw.choice([0.1, 1.0])
+        self.parts = 1
         for name, value in odds.items():
             setattr(self, name, value)
         staleness = draw.choice([0, 0, 0, 1, 3, float("inf")])
@@ -46,6 +47,7 @@ class ServerChaos(NullDriver):
             lengths=lengths,
             build=build,
             driver=self,
+            parts=self.parts,
         )
         self.at(0.0, "start", *HEAD)
         for rank in range(servers):

@@ -105,6 +105,7 @@ class WorkerLife:
     values: dict = field(default_factory=dict)
     began: int = -1
     computing: int = 0
+    pulls: int = 0
     has_left: bool = False
 
 
@@ -130,7 +131,10 @@ class NullDriver:
 class ServerWorld:
     """One job.  An input is a method's name and its words; `do` applies it."""
 
-    def __init__(self, *, rules, tables, servers, workers, lengths, build=None, driver=None):
+    def __init__(
+        self, *, rules, tables, servers, workers, lengths, build=None, driver=None, parts=1
+    ):
+        self.parts = parts
         self.rules, self.build = rules, build or ServersBuild()
         self.driver = driver or NullDriver()
         self.tables = tuple(Table(name=n, rows=r, row_bytes=4, slices=s) for n, r, s in tables)
@@ -232,6 +236,9 @@ class ServerWorld:
         """Let the script of a worker have its gradients."""
         me = self.alive.get(("worker", rank))
         if me is None or self.lives["worker", rank] != life or me.computing != token:
+            return
+        if me.pulls < 2 * self.parts - 1:
+            self._pull(("worker", rank))
             return
         self._tell(("worker", rank), events.StepEnds(self.compute(rank, me)))
 
@@ -396,8 +403,17 @@ class ServerWorld:
         if actor in self.alive and self.lives[actor] == life:
             clock = self.alive[actor].state.clock
             is_over = clock >= self.lengths[rank]
-            begins = events.StepBegins(self.ask(rank, clock))
-            self._tell(actor, events.Finished() if is_over else begins)
+            if is_over:
+                self._tell(actor, events.Finished())
+                return
+            self.alive[actor].pulls = 0
+            for _ in range(self.parts):  # each takes the place of the one before it
+                self._pull(actor)
+
+    def _pull(self, actor):
+        me = self.alive[actor]
+        me.pulls += 1
+        self._tell(actor, events.StepBegins(self.ask(actor[1], me.state.clock)))
 
     def _WorkerLeft(self, actor, _action):  # noqa: N802
         self.alive[actor].has_left = True

@@ -205,6 +205,7 @@ class WorkerScript(Script):
         return events.Arrived(wire.Moved(ownership=owned(epoch, **words)))
 
     def begin(self, ask):
+        self.parts = getattr(self, "parts", 0) + 1
         return events.StepBegins(ask)
 
     def end(self, gradients):
@@ -220,7 +221,7 @@ class WorkerScript(Script):
         return self._said(wire.Ack, server, clock, **words)
 
     def rows(self, server, asked, clock="", **words):
-        words = {"version": asked} | words
+        words = {"version": asked, "part": getattr(self, "parts", 0)} | words
         return self._said(wire.Rows, server, clock or asked, asked=asked, oldest=asked, **words)
 
     def _said(self, kind, server, clock, epoch="1", **words):

@@ -34,6 +34,11 @@ def test_promises_hold_under_faults_that_no_run_before_has_seen(chunk):
     hold(range(base, base + CHUNK))
 
 
+def test_promises_hold_where_steps_pull_several_times():
+    for seed in range(10):
+        server_faults.ServerChaos(seed, parts=2).run()
+
+
 def test_a_seed_that_once_broke_a_promise_holds_it():
     hold([156008628839552])
 

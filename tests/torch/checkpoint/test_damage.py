@@ -13,7 +13,7 @@ from ranks import run_warm
 from torch import nn
 
 from msrun.parallel.checkpoint import store
-from msrun.parallel.checkpoint.checksums import BLOCK_BYTES, DataFiles, checksums_of
+from msrun.parallel.checkpoint.checksums import BLOCK_BYTES, PART_BYTES, DataFiles, checksums_of
 
 pytestmark = pytest.mark.torch
 
@@ -258,3 +258,20 @@ def test_any_read_checks_the_blocks_that_it_touches(tmp_path, reads, damaged):
     else:
         block = damaged // BLOCK_BYTES * BLOCK_BYTES
         assert f"its bytes {block} to {min(block + BLOCK_BYTES, len(data))} have" in refusal(read)
+
+
+@pytest.mark.parametrize("damaged", [10, PART_BYTES - 1, PART_BYTES, 2 * PART_BYTES + 6])
+def test_a_long_read_is_checked_in_parts_to_its_end(tmp_path, damaged):
+    data = bytes(2 * PART_BYTES + 7)
+    (tmp_path / "f").write_bytes(data)
+    sums = {"f": checksums_of(data)}
+    memory = bytearray(len(data) - 10)
+
+    def read():
+        with DataFiles(tmp_path, sums) as files:
+            files.read_into("f", 10, memoryview(memory), memory)
+
+    read()
+    flip(tmp_path / "f", damaged)
+    assert f"its bytes {damaged // BLOCK_BYTES * BLOCK_BYTES} to" in refusal(read)
+    assert memory[damaged - 10] == 1

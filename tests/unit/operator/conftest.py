@@ -25,11 +25,14 @@ class Sandbox:
         self.events = []
         self.is_deleted = False
         self.made = 0
+        self.gang_scheduler = None
 
     def look(self, most=None):
         """Decide once, and do what was decided, or only the `most` first actions."""
         pods = [copy.deepcopy(o) for (kind, _), o in self.objects.items() if kind == "Pod"]
-        decided = msjob.decide(copy.deepcopy(self.job), pods, self.now)
+        decided = msjob.decide(
+            copy.deepcopy(self.job), pods, self.now, gang_scheduler=self.gang_scheduler
+        )
         self.again_in = decided.again_in
         is_quiet = decided.status == self.job.get("status") and not decided.actions
         self.job["status"] = copy.deepcopy(decided.status)

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import importlib.util
+import json
 import re
 from pathlib import Path
 
@@ -11,7 +12,8 @@ import yaml
 
 from launchers.operator import msjob, msrunjob
 
-DEPLOY = Path(__file__).parents[3] / "launchers" / "operator" / "deploy"
+ROOT = Path(__file__).parents[3]
+DEPLOY = ROOT / "launchers" / "operator" / "deploy"
 
 
 def documents(name):
@@ -52,8 +54,9 @@ def test_every_field_says_what_it_is():
 
 
 def test_the_account_may_read_no_secret_and_nothing_of_all_kinds():
-    role = next(d for d in documents("operator.yaml") if d["kind"] == "ClusterRole")
-    for rule in role["rules"]:
+    roles = [d for d in documents("operator.yaml") if d["kind"] in ("ClusterRole", "Role")]
+    assert len(roles) == 2
+    for rule in (rule for role in roles for rule in role["rules"]):
         assert "*" not in [*rule["apiGroups"], *rule["resources"], *rule["verbs"]]
         if "secrets" in rule["resources"]:
             assert rule["verbs"] == ["create"]
@@ -64,8 +67,15 @@ def test_the_deployment_fits_its_account_and_its_image():
     pod = made["Deployment"]["spec"]["template"]["spec"]
     assert pod["serviceAccountName"] == made["ServiceAccount"]["metadata"]["name"]
     (container,) = pod["containers"]
-    port = container["ports"][0]["containerPort"]
-    assert container["args"] == ["run", f"--liveness=http://0.0.0.0:{port}/healthz"]
+    ports = {each["name"]: each["containerPort"] for each in container["ports"]}
+    assert container["args"] == [
+        "run",
+        "--leader-elect",
+        f"--metrics-bind-address=:{ports['metrics']}",
+        f"--health-probe-bind-address=:{ports['health']}",
+    ]
+    probes = {container[each]["httpGet"]["port"] for each in ("livenessProbe", "readinessProbe")}
+    assert probes == {"health"}
     dockerfile = (DEPLOY / "Dockerfile").read_text()
     assert 'ENTRYPOINT ["python", "-m", "msrun", "operator"]' in dockerfile
     assert f"-t {container['image']}" in dockerfile
@@ -78,6 +88,34 @@ def test_the_image_has_what_the_package_needs_but_torch():
     names = set(re.findall(r'^  "([a-z]+)', needed, re.MULTILINE)) - {"torch", "numpy"}
     dockerfile = (DEPLOY / "Dockerfile").read_text()
     assert names | {"kopf", "kubernetes"} == set(re.findall(r'"([a-z]+)>=', dockerfile))
+
+
+def instructions(path):
+    """Return the instructions of a Dockerfile, each with its text on one line."""
+    lines = [line for line in path.read_text().splitlines() if not line.startswith("#")]
+    joined = "\n".join(lines).replace("\\\n", " ")
+    return [tuple(line.split(maxsplit=1)) for line in joined.splitlines() if line.strip()]
+
+
+@pytest.mark.parametrize("path", [DEPLOY / "Dockerfile", ROOT / "examples/kubernetes/Dockerfile"])
+def test_an_image_is_built_of_what_there_is(path):
+    found = instructions(path)
+    words = [word for word, _ in found]
+    assert set(words) <= {"ARG", "FROM", "WORKDIR", "COPY", "RUN", "USER", "ENTRYPOINT", "CMD"}
+    assert words.index("FROM") <= 1
+    args = dict(text.split("=", 1) for word, text in found if word == "ARG")
+    base = next(text for word, text in found if word == "FROM")
+    base = base.replace("${BASE}", args.get("BASE", ""))
+    assert re.fullmatch(r"[a-z/]+:[0-9][a-z0-9.-]+", base)
+    copied = [name for word, text in found if word == "COPY" for name in text.split()[:-1]]
+    assert [name for name in copied if not (ROOT / name).exists()] == []
+    needed = ["pyproject.toml", "README.md", "LICENSE", "msrun", "launchers", "ranktable"]
+    assert copied[: len(needed)] == needed
+    for word, text in found:
+        if word == "RUN":
+            assert text.count("pip install") == text.count("pip install --no-cache-dir")
+        if word in ("ENTRYPOINT", "CMD"):  # as a list, so that no shell takes the signals
+            assert all(isinstance(each, str) for each in json.loads(text))
 
 
 def test_without_the_extra_the_error_names_it(msrun_operator, monkeypatch):
@@ -107,3 +145,18 @@ def msrun_operator(capsys):
         return code, capsys.readouterr().err
 
     return call
+
+
+@pytest.mark.parametrize(
+    ("words", "said"),
+    [
+        (["--metrics-bind-address", "8080"], "is no address (choose :8080, HOST:PORT or 0)"),
+        (["--gang-scheduler-name", "kueue"], "is unknown (choose volcano or scheduler-plugins)"),
+        (["--leader-elect-lease-duration", "0s"], "is out of range (choose 1s to 3600s)"),
+        (["--leader-elect-lease-duration", "soon"], "--leader-elect-lease-duration"),
+    ],
+)
+def test_values_that_no_operator_takes(msrun_operator, words, said):
+    pytest.importorskip("kopf")
+    code, err = msrun_operator("run", *words)
+    assert (code, said in err) == (2, True), err

@@ -6,6 +6,8 @@ import copy
 
 import pytest
 
+from launchers.operator.decision import WAIT_SECONDS
+from launchers.operator.gang import GangScheduler
 from launchers.operator.msjob import BadSpecError, read_spec
 
 ALL = ["scheduler-0", "worker-0", "worker-1"]
@@ -46,9 +48,100 @@ def test_the_scheduler_comes_first_and_all_have_names_env_and_labels(new_job):
     assert job.conditions() == ["Created", "Running"]
 
 
-def test_a_policy_for_gangs_is_told_to_have_no_effect(new_job):
+def test_a_policy_for_gangs_without_a_scheduler_for_them_is_told_to_have_no_effect(new_job):
     job = new_job(run_policy={"schedulingPolicy": {"minAvailable": 3}}).start()
     assert job.events == ["MSJobCreated", "NoGang", "MSJobRunning"]
+
+
+def test_a_gang_of_volcano_is_made_at_once(new_job):
+    """Its scheduler's pod would not be placed before all others are there."""
+    policy = {"minAvailable": 2, "queue": "q", "priorityClass": "high", "minResources": {"cpu": 3}}
+    job = new_job(run_policy={"schedulingPolicy": policy})
+    job.gang_scheduler = GangScheduler.VOLCANO
+    job.settle()
+    assert sorted(job.pods()) == ALL
+    assert job.events == ["MSJobCreated"]
+    group = job.objects["PodGroup", "job"]
+    assert group["apiVersion"] == "scheduling.volcano.sh/v1beta1"
+    assert group["spec"] == {
+        "minMember": 2,
+        "minResources": {"cpu": 3},
+        "queue": "q",
+        "priorityClassName": "high",
+    }
+    pod = job.pod("worker-1")
+    assert pod["spec"]["schedulerName"] == "volcano"
+    assert pod["metadata"]["annotations"] == {
+        "scheduling.k8s.io/group-name": "job",
+        "volcano.sh/task-spec": "worker",
+    }
+
+
+def test_a_gang_of_the_scheduler_plugins(new_job):
+    template = {
+        "spec": {"schedulerName": "mine", "containers": [{"name": "mindspore", "image": "m"}]}
+    }
+    job = new_job(run_policy={"schedulingPolicy": {"priorityClass": "high"}}, template=template)
+    job.gang_scheduler = GangScheduler.PLUGINS
+    job.settle()
+    assert job.objects["PodGroup", "job"]["spec"] == {"minMember": 3}
+    pod = job.pod("worker-0")
+    assert pod["metadata"]["labels"]["scheduling.x-k8s.io/pod-group"] == "job"
+    assert (pod["spec"]["schedulerName"], pod["spec"]["priorityClassName"]) == ("mine", "high")
+
+
+def test_a_queue_of_kueue_is_a_label_of_the_job(new_job):
+    job = new_job(policy="ExitCode", run_policy={"schedulingPolicy": {}})
+    job.job["metadata"]["labels"] = {"kueue.x-k8s.io/queue-name": "team"}
+    job.start()
+    assert not [name for kind, name in job.objects if kind == "PodGroup"]
+    labels = job.pod("ps-0" if "ps-0" in job.pods() else "worker-0")["metadata"]["labels"]
+    assert labels["kueue.x-k8s.io/queue-name"] == "team"
+    assert labels["kueue.x-k8s.io/pod-group-name"] == "job-0"
+    annotations = job.pod("worker-0")["metadata"]["annotations"]
+    assert annotations == {"kueue.x-k8s.io/pod-group-total-count": "3"}
+    job.end("worker-1", 137).start()
+    labels = job.pod("worker-0")["metadata"]["labels"]
+    assert labels["kueue.x-k8s.io/pod-group-name"] == "job-1"
+    assert "NoGang" not in job.events
+
+
+def test_one_pod_is_no_gang(new_job):
+    job = new_job(scheduler=False, workers=1)
+    job.gang_scheduler = GangScheduler.VOLCANO
+    job.settle()
+    assert list(job.objects) == [("Pod", "job-worker-0")]
+
+
+def test_why_pods_wait_stands_in_the_status_while_they_do(new_job):
+    job = new_job().settle()
+    state = {"waiting": {"reason": "ImagePullBackOff", "message": "no such image"}}
+    held = {"name": "mindspore", "state": state}
+    job.pod("scheduler-0")["status"] = {"phase": "Pending", "containerStatuses": [held]}
+    job.settle()
+    assert job.job["status"]["message"] == "ImagePullBackOff: no such image"
+    assert job.again_in == 10
+    job.start()
+    assert job.job["status"]["message"] == ""
+
+
+def test_the_key_of_a_job_is_that_of_no_other(new_job):
+    job = new_job().start()
+    (name,) = [name for kind, name in job.objects if kind == "Secret"]
+    assert name == "job-key-u0"
+    volume = job.pod("worker-0")["spec"]["volumes"][-1]
+    assert volume["secret"]["secretName"] == name
+
+
+def test_everything_has_the_job_as_its_owner(new_job):
+    job = new_job(ps=1)
+    job.gang_scheduler = GangScheduler.VOLCANO
+    job.start()
+    assert {kind for kind, _ in job.objects} == {"Pod", "Service", "Secret", "PodGroup"}
+    for obj in job.objects.values():
+        (owner,) = obj["metadata"]["ownerReferences"]
+        assert (owner["uid"], owner["controller"]) == ("u0", True)
+        assert "finalizers" not in obj["metadata"]
 
 
 def test_worker_10_is_rank_10(new_job):
@@ -178,7 +271,7 @@ def test_a_job_starts_again_only_so_often_and_later_each_time(new_job):
         job.now += job.again_in or 0
         job.start()
     job.end("worker-0", 137)
-    assert waits == [None, 2.0, 4.0]
+    assert waits == [WAIT_SECONDS, 2.0, 4.0]  # after the first there are pods, which wait
     assert job.job["status"]["verdict"]["cause"].endswith("backoffLimit 3 is spent")
 
 
@@ -269,6 +362,10 @@ def test_what_cannot_run_fails_with_a_sentence(new_job, change, said):
         ({"successPolicy": "Any"}, "spec.successPolicy: Any"),
         ({"run_policy": {"cleanPodPolicy": "Some"}}, "spec.runPolicy.cleanPodPolicy: Some"),
         ({"template": {"spec": {"containers": [{"name": "mindspore"}]}}}, "has no image"),
+        (
+            {"run_policy": {"schedulingPolicy": {"minAvailable": 9}}},
+            "schedulingPolicy.minAvailable: 9 (choose 1 to 3, the pods it has)",
+        ),
     ],
 )
 def test_values_that_no_job_takes(new_job, options, said):

@@ -19,8 +19,10 @@ def msrun_job(status=None, **spec):
     return {**kind, "spec": {**given, **spec}, **({"status": status} if status else {})}
 
 
-def batch_job(*conditions, completions=2, owner="u0", **status):
-    reference = [{"uid": owner}]
+def batch_job(*conditions, completions=2, owner="u0", kind="MsrunJob", nodes=None, **status):
+    reference = [{"uid": owner, "kind": kind, "name": "job"}]
+    env = [{"name": "MSRUN_POD_NODES", "value": nodes or str(completions)}]
+    pods = {"spec": {"containers": [{"name": "msrun", "env": env}]}}
     metadata = {"name": "job", "uid": "j0", "resourceVersion": "7", "ownerReferences": reference}
     held = [
         {"type": kind, "status": "True", "reason": reason, "message": "m"}
@@ -28,13 +30,17 @@ def batch_job(*conditions, completions=2, owner="u0", **status):
     ]
     return {
         "metadata": {**metadata, **NAMESPACE},
-        "spec": {"completions": completions, "suspend": False},
+        "spec": {"completions": completions, "suspend": False, "template": pods},
         "status": {"conditions": held, **status},
     }
 
 
+FOREIGN = batch_job(owner="someone", kind="CronJob")
+
+
 def pod(index, phase, *, code=None, message="", conditions=(), waiting=None):
-    metadata = {"name": f"job-{index}-x", "ownerReferences": [{"uid": "j0"}], **NAMESPACE}
+    named = {"name": f"job-{index}-x", "uid": f"p{index}"}
+    metadata = {**named, "ownerReferences": [{"uid": "j0"}], **NAMESPACE}
     state = {"waiting": waiting} if waiting else {}
     if code is not None:
         state = {"terminated": {"exitCode": code, "message": message, "reason": "Error"}}
@@ -43,8 +49,8 @@ def pod(index, phase, *, code=None, message="", conditions=(), waiting=None):
     return {"metadata": metadata, "status": status}
 
 
-def decide(job, held=None, pods=()):
-    return msrunjob.decide(job, held, pods, NOW)
+def decide(job, held=None, pods=(), events=()):
+    return msrunjob.decide(job, held, pods, NOW, events)
 
 
 def started(job=None, held=None, pods=()):
@@ -61,7 +67,6 @@ def test_one_node_needs_only_a_job():
     assert container["command"] == ["python", "-P", "-m", "msrun"]
     assert container["args"] == [
         "run",
-        "--job-id=job",
         "--grace=10s",
         "--max-restarts=0",
         "train.py",
@@ -80,13 +85,8 @@ def test_several_nodes_have_a_name_a_key_and_a_number():
     assert "data" not in secret  # the key is made when the Secret is
     assert words(job) == [
         "run",
-        "--job-id=job",
         "--grace=10s",
         "--max-restarts=0",
-        "--nnodes=2:4",
-        "--node-rank=$(JOB_COMPLETION_INDEX)",
-        "--master-addr=job-0.job",
-        "--master-port=29500",
         "--workers-per-node=8",
         "--a=1",
         "--b=2",
@@ -97,7 +97,17 @@ def test_several_nodes_have_a_name_a_key_and_a_number():
     ]
     pod_spec = made["spec"]["template"]["spec"]
     assert pod_spec["subdomain"] == service["metadata"]["name"]
-    assert pod_spec["volumes"][0]["secret"] == {"secretName": "job-key", "defaultMode": 0o400}
+    assert secret["metadata"]["name"] == "job-key-u0"
+    assert pod_spec["volumes"][0]["secret"] == {"secretName": "job-key-u0", "defaultMode": 0o400}
+    env = {e["name"]: e.get("value") or e["valueFrom"] for e in pod_spec["containers"][0]["env"]}
+    assert env == {
+        "MSRUN_POD_JOB": "job",
+        "MSRUN_POD_NODES": "2:4",
+        "MSRUN_POD_MESSAGE": "/dev/termination-log",
+        "MSRUN_POD_SCHEDULER": "job-0.job:29500",
+        "MSRUN_POD_SECRET_FILE": "/run/msrun-key/key",
+        "MSRUN_POD_ADDRESS": {"fieldRef": {"fieldPath": "status.podIP"}},
+    }
     assert made["spec"]["maxFailedIndexes"] == 2
     assert made["spec"]["successPolicy"] == {"rules": [{"succeededIndexes": "0"}]}
 
@@ -123,7 +133,7 @@ def test_what_a_job_may_ask_of_its_pods():
     assert pod_spec["volumes"] == [memory]
     assert container["volumeMounts"] == [{"name": "msrun-shm", "mountPath": "/dev/shm"}]
     assert container["resources"] == asked["resources"]
-    assert container["env"] == asked["env"]
+    assert container["env"][:1] == asked["env"]
     assert (pod_spec["nodeSelector"], pod_spec["priorityClassName"]) == ({"pool": "gpu"}, "high")
     assert pod_spec["automountServiceAccountToken"] is False
 
@@ -153,6 +163,27 @@ def test_the_first_look_creates_and_the_second_only_watches():
 )  # fmt: skip
 def test_why_pods_wait_stands_in_the_status(pods, said):
     assert started(pods=pods)["message"] == said
+
+
+def test_warnings_say_why_pods_wait_or_are_not_there():
+    def warning(uid, reason, message, at="1"):
+        about = {"involvedObject": {"uid": uid}, "lastTimestamp": at}
+        return {**about, "reason": reason, "message": message}
+
+    job = msrun_job(nodes=2)
+    status = decide(job).status
+    events = [
+        warning("j0", "FailedCreate", "exceeded quota: few"),
+        warning("p1", "FailedMount", 'secret "x" not found'),
+        warning("p1", "FailedMount", "later", at="2"),
+        warning("p9", "FailedMount", "of another job", at="9"),
+        warning("j0", "BackOff", "no reason to wait", at="9"),
+    ]
+    waiting = decide({**job, "status": status}, batch_job(), [pod(1, "Pending")], events)
+    assert waiting.status["message"] == "FailedMount: later"
+    assert waiting.again_in == 10
+    lacking = decide({**job, "status": status}, batch_job(), [], events)
+    assert lacking.status["message"] == "FailedCreate: exceeded quota: few"
 
 
 def test_phases_of_a_job_that_goes_well():
@@ -191,7 +222,7 @@ def test_a_verdict_stays_when_its_pod_is_gone():
     [
         (batch_job(("Failed", "DeadlineExceeded")), 124, "DeadlineExceeded: m"),
         (batch_job(("Failed", "FailedIndexes")), 1, "FailedIndexes: m"),
-        (batch_job(owner="someone"), 2, "a Job job is there already, and another owns it"),
+        (FOREIGN, 2, "a Job job is there already, and another owns it"),
     ],
 )
 def test_other_ends(held, code, cause):
@@ -211,9 +242,15 @@ def test_a_suspended_job_says_so_and_a_changed_one_is_patched():
     job = msrun_job(nodes=2)
     assert started(job, batch_job(("Suspended", "")))["phase"] == "Suspended"
     status = started(job)
-    bigger = msrun_job(status, nodes=3, suspend=True)
-    (patch,) = [a for a in decide(bigger, batch_job()).actions if isinstance(a, Patch)]
-    assert patch.obj["spec"] == {"completions": 3, "parallelism": 3, "suspend": True}
+    bigger = msrun_job(status, nodes=3, minNodes=2, suspend=True)
+    held = batch_job(nodes="2:4")
+    (patch,) = [a for a in decide(bigger, held).actions if isinstance(a, Patch)]
+    assert patch.obj["spec"] == {
+        "completions": 3,
+        "parallelism": 3,
+        "maxFailedIndexes": 1,
+        "suspend": True,
+    }
     assert patch.obj["metadata"]["resourceVersion"] == "7"
 
 
@@ -223,3 +260,78 @@ def test_a_change_without_effect_is_said_once():
     first = decide(changed, batch_job())
     assert [action.reason for action in first.actions] == ["SpecNotApplied"]
     assert decide({**changed, "status": first.status}, batch_job()).actions == ()
+
+
+@pytest.mark.parametrize("change", [{"owner": "u9"}, {"owner": "x", "kind": "CronJob"}])
+def test_a_job_of_an_earlier_msrunjob_is_waited_for(change):
+    """Somebody deleted a job and made it anew: the old Job takes its time to go."""
+    job, held = msrun_job(nodes=2), batch_job(**change)
+    if "kind" in change:
+        held["metadata"]["deletionTimestamp"] = "2026-01-01T00:00:00Z"
+    looked = decide(job, held)
+    assert (looked.status["phase"], looked.again_in) == ("Pending", 1)
+    assert looked.status["message"] == "waits until the earlier Job job is gone"
+    then = decide({**job, "status": looked.status})
+    assert [type(action) for action in then.actions] == [Create, Create, Create]
+
+
+def test_a_job_cannot_grow_beyond_what_its_agents_were_told():
+    job = msrun_job(nodes=9, minNodes=2)
+    job["status"] = started(msrun_job(nodes=4, minNodes=2), batch_job(completions=4, nodes="2:4"))
+    looked = decide(job, batch_job(completions=4, nodes="2:4"))
+    (told,) = looked.actions
+    assert told.message == "spec.nodes 9 has no effect beyond 4, with which the job was made"
+    assert looked.status["nodes"] == "0/4"
+    again = decide({**job, "status": looked.status}, batch_job(completions=4, nodes="2:4"))
+    assert again.actions == ()
+
+
+@pytest.mark.parametrize(
+    ("scheduler", "name", "label"),
+    [
+        ("volcano", "volcano", None),
+        ("scheduler-plugins", "scheduler-plugins-scheduler", "scheduling.x-k8s.io/pod-group"),
+    ],
+)
+def test_a_gang_needs_as_many_pods_as_the_job(scheduler, name, label):
+    *_, group, made = objects(msrun_job(nodes=4, minNodes=2, gangScheduler=scheduler))
+    assert (group["kind"], group["spec"]) == ("PodGroup", {"minMember": 2})
+    template = made["spec"]["template"]
+    assert template["spec"]["schedulerName"] == name
+    assert ("job" in template["metadata"]["labels"].get(label, "")) == bool(label)
+    kinds = [made["kind"] for made in objects(msrun_job(gangScheduler=scheduler))]
+    assert kinds == ["Job"]  # one pod is no gang
+
+
+def life(kill_at):
+    """Run an MsrunJob to its end; at one look the operator dies after some actions."""
+    job, there, events, looks = msrun_job(nodes=2), {}, [], 0
+
+    def settle(held=None, pods=()):
+        nonlocal looks
+        for _ in range(10):
+            looks += 1
+            looked = msrunjob.decide(job, there.get("Job") and (held or batch_job()), pods, NOW)
+            is_dying = looks == kill_at[0]
+            if looked.status == job.get("status") and not looked.actions:
+                return
+            job["status"] = looked.status
+            for action in looked.actions[: kill_at[1] if is_dying else None]:
+                if isinstance(action, Create):
+                    assert action.obj["kind"] not in there or is_again
+                    there.setdefault(action.obj["kind"], action.obj)
+                elif isinstance(action, RecordEvent):
+                    events.append(action.reason)
+
+    is_again = bool(kill_at[0])
+    settle()
+    settle(pods=[pod(0, "Running"), pod(1, "Running")])
+    settle(batch_job(("Complete", "")))
+    return sorted(there), job["status"]["phase"], job["status"]["verdict"]
+
+
+@pytest.mark.parametrize("look", range(7))
+def test_an_operator_killed_between_any_two_actions_loses_and_doubles_nothing(look):
+    expected = (["Job", "Secret", "Service"], "Succeeded", {"code": 0})
+    for actions in range(5):
+        assert life((look, actions)) == expected

@@ -111,7 +111,7 @@ def test_rendering_reads_back():
             {"plan": [{"match": "*", "style": "colwis"}]},
             (
                 "parallel.plan[0].style: 'colwis' is not known "
-                "(choose colwise, rowwise, sequence, embedding, vocab, experts)"
+                "(choose colwise, rowwise, sequence, embedding, vocab, experts, context)"
             ),
         ),
         (
@@ -237,7 +237,7 @@ def test_rendering_reads_back():
             {"data": {"image": ["dp"]}},
             "parallel.data: arguments of rt.loader(dataset, batch_size) divide batches",
         ),
-        ({"ps": {}}, "parallel.ps: the parameter server is not part of this version"),
+        ({"ps": {}}, "parallel.ps: parameter servers are the key servers"),
         (
             {"cost": {}},
             "parallel.cost: costs come from the topology (a preset, or a file of msrun calibrate)",
@@ -376,15 +376,18 @@ def test_a_file_that_cannot_be_used(tmp_path, content, sentence):
             "parallel.plan[0].params.w: axis 'tp' stands there twice",
         ),
         (
-            {"mesh": {"dp": 4, "tp": 2}, "plan": [{"match": "*", "in": ["dp"]}]},
-            8,
-            "parallel.plan[0].in: dp divides the batch or the layers, not an operator (choose tp)",
-        ),
-        (
-            {"mesh": {"dp": 2, "x": 4}, "plan": [COLWISE, devices(device_matrix=[2, 4])]},
+            {"mesh": {"dp": 4, "tp": 2}, "plan": [{"match": "*", "params": {"w": ["dp"]}}]},
             8,
             (
-                "parallel.plan[1].layout.device_matrix (2, 4) has 8 devices, and mesh (x 4) has 4 "
+                "parallel.plan[0].params.w: dp divides the batch or the layers, not an operator "
+                "(choose tp)"
+            ),
+        ),
+        (
+            {"mesh": {"dp": 2, "x": 4}, "plan": [COLWISE, devices(device_matrix=[4, 4])]},
+            8,
+            (
+                "parallel.plan[1].layout.device_matrix (4, 4) has 16 devices, and mesh (x 4) has 4 "
                 "ranks"
             ),
         ),
@@ -413,8 +416,8 @@ def test_a_file_that_cannot_be_used(tmp_path, content, sentence):
             {"mesh": {"x": 2, "y": 2}, "plan": [devices(rank_list=[1, 0, 2, 3])]},
             4,
             (
-                "parallel.plan[0].layout.rank_list [1, 0, 2, 3]: ranks of a mesh are in ascending "
-                "order"
+                "parallel.plan[0].layout.rank_list [1, 0, 2, 3]: no order of the axes in mesh "
+                "(x 2, y 2) gives these ranks"
             ),
         ),
         (
@@ -482,17 +485,3 @@ def test_a_mesh_that_does_not_fit_is_one_sentence(tree, world_size, sentence):
         resolve(parse_config(tree), world_size)
 
     assert caught.value.message == sentence
-
-
-def test_ranks_are_row_major_over_the_axes():
-    layout = MeshLayout({"pp": 2, "dp": 3, "tp": 2})
-
-    assert [layout.coordinate(rank) for rank in (0, 1, 5, 11)] == [
-        {"pp": 0, "dp": 0, "tp": 0},
-        {"pp": 0, "dp": 0, "tp": 1},
-        {"pp": 0, "dp": 2, "tp": 1},
-        {"pp": 1, "dp": 2, "tp": 1},
-    ]
-    assert layout.group("dp", 7) == (7, 9, 11)
-    assert list(layout.groups("tp")) == [(0, 1), (2, 3), (4, 5), (6, 7), (8, 9), (10, 11)]
-    assert list(layout.groups("pp")) == [(rank, rank + 6) for rank in range(6)]

@@ -351,8 +351,11 @@ def test_a_layout_lies_as_its_device_matrix(matrix, order):
             "alias_name ('dp', 'mp', 'mp'): 'mp' stands there twice",
         ),
         (
-            {"alias_name": ("dp", "sp", "interleaved_parallel")},
-            "alias_name: interleaved_parallel is not part of this version",
+            {"alias_name": ("dp", "interleaved_parallel", "mp")},
+            (
+                "alias_name ('dp', 'interleaved_parallel', 'mp'): interleaved_parallel is the last "
+                "of several"
+            ),
         ),
         ({"rank_list": (0, 1)}, "rank_list (0, 1) is no list of ranks"),
         ({"rank_list": [0, "1"]}, "rank_list [0, '1'] is no list of ranks"),
@@ -386,5 +389,6 @@ def test_layouts_that_are_not_the_mesh():
         "device_matrix (2, 2, 2): alias dp stands for mesh axis mp"
     )
     assert refusal(on, CUBE, "dp", rank_list=[1, 0, 2, 3, 4, 5, 6, 7]) == (
-        "rank_list [1, 0, 2, 3, 4, 5, 6, 7]: ranks of a mesh are in ascending order"
+        "rank_list [1, 0, 2, 3, 4, 5, 6, 7]: no order of the axes in mesh (a 2, b 2, c 2) gives "
+        "these ranks"
     )

@@ -31,22 +31,26 @@ class CopyGuard:
         }
 
     def changed(self) -> str:
-        """Return the name of an attribute that was changed, and give all what they had."""
-        found = ""
+        """Return the name of an attribute that is another one now; empty if there is none."""
         for (name, kind, key), (value, items) in self._before.items():
             fields = _attributes(self._modules[name], kind)
-            if fields.get(key, _MISSING) is value and _items(value) == items:
-                continue
-            found = f"{name}.{key}".lstrip(".")
-            fields[key] = value
+            if fields.get(key, _MISSING) is not value or _items(value) != items:
+                return f"{name}.{key}".lstrip(".")
+        return next((f"{name}.{key}".lstrip(".") for name, _, key in self._added()), "")
+
+    def restore(self) -> None:
+        """Give all modules the attributes that they had."""
+        for (name, kind, key), (value, _) in self._before.items():
+            _attributes(self._modules[name], kind)[key] = value
+        for name, kind, key in list(self._added()):
+            del _attributes(self._modules[name], kind)[key]
+
+    def _added(self) -> Iterator[tuple[str, str, str]]:
         for name, module in self._modules.items():
             for kind in ("", "_buffers", "_parameters"):
-                for key in [
-                    k for k in _fields(module, kind) if (name, kind, k) not in self._before
-                ]:
-                    found = f"{name}.{key}".lstrip(".")
-                    del _attributes(module, kind)[key]
-        return found
+                for key in _fields(module, kind):
+                    if (name, kind, key) not in self._before:
+                        yield name, kind, key
 
 
 class PythonRandom:

@@ -1,0 +1,114 @@
+"""What the loss depends on, over all stages, and gradients of a stage that are zeros alone."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+
+import torch.distributed as dist
+from torch import nn
+from torch.nn import Parameter
+
+from msrun.parallel.exchange import messages
+from msrun.parallel.local import local_gradient
+from msrun.parallel.pipeline.ranks import PipelineRanks
+from msrun.parallel.pipeline.reach.border_reach import BorderReach, PartReach
+from msrun.parallel.pipeline.tied import TiedWeights
+from msrun.parallel.torch_compat import gathered_with_gradient, shards_of_gathered
+
+Reports = Mapping[int, Sequence[PartReach]]
+
+
+class StageReach:
+    """What the gradients of one step reached on one stage; made before the step.
+
+    Args:
+        model: The stage.
+        ranks: The pipeline.
+        chunks: Notes of each chunk of the stage.
+        tied: Weights that other stages have, too.
+    """
+
+    def __init__(
+        self,
+        model: nn.Module,
+        ranks: PipelineRanks,
+        chunks: Mapping[int, BorderReach],
+        tied: TiedWeights,
+    ) -> None:
+        self._model = model
+        self._ranks = ranks
+        self._chunks = chunks
+        self._tied = tied
+        # By name: modules may have gathered parameters now, and shards of them later.
+        self._untouched: set[str] = set()
+        self._had_before = {name for name, p in model.named_parameters() if p.grad is not None}
+
+    def end(self) -> int:
+        """Return how many gradients of this stage may be others than in one process.
+
+        It is called when all are computed and before they are reduced.
+        """
+        missing = sum(chunk.missing() for chunk in self._chunks.values())
+        shared, gathered = self._tied.trained(), gathered_with_gradient(self._model)
+        for name, param in self._model.named_parameters():
+            # Completes gradients that were computed apart, without a hook.
+            if local_gradient(param) is None and param.requires_grad and param not in gathered:
+                self._untouched.add(name)
+                missing += param in shared
+        return missing
+
+    def settle(self, group: dist.ProcessGroup | None) -> None:
+        """Drop the gradients that one process would not have; all ranks of the job call it.
+
+        Args:
+            group: The data-parallel ranks; None for one.
+        """
+        from_zeros = self._from_zeros(self._exchanged())
+        params = dict(self._model.named_parameters())
+        gone = {
+            name for name, param in params.items() if param in from_zeros or name in self._untouched
+        } - self._had_before
+        if group is not None:
+            own = sorted(gone)
+            gone.intersection_update(
+                *messages.gather_all(own, list[str], group, self._ranks.device)
+            )
+        dropped = {params[name] for name in gone}
+        for param in dropped - self._tied.needed_elsewhere(dropped):
+            param.grad = None
+
+    def _exchanged(self) -> dict[int, list[PartReach]]:
+        """Return what all chunks reached."""
+        own = {chunk: notes.report() for chunk, notes in self._chunks.items()}
+        every = messages.gather_all(
+            own, dict[int, list[PartReach]], self._ranks.group, self._ranks.device
+        )
+        return {chunk: report for each in every for chunk, report in each.items()}
+
+    def _from_zeros(self, reports: Reports) -> set[Parameter]:
+        """Return the parameters that the loss does not depend on, and which have a gradient."""
+        used = needed_values(reports)
+        shards = shards_of_gathered(self._model)
+        needed: set[Parameter] = set()
+        reached: set[Parameter] = set()
+        for chunk, notes in self._chunks.items():
+            of_chunk = notes.weights(used[chunk])
+            needed |= {shards.get(param, param) for param in of_chunk[0]}
+            reached |= {shards.get(param, param) for param in of_chunk[1]}
+        return reached - needed
+
+
+def needed_values(reports: Reports) -> dict[int, list[set[int]]]:
+    """Return, of each chunk and micro-batch, the sent values that the loss depends on.
+
+    Args:
+        reports: Of all chunks; the last one sends the loss.
+    """
+    last = max(reports)
+    used = {last: [{0} for _ in reports[last]]}
+    for chunk in range(last, 0, -1):
+        pairs = zip(reports[chunk], used[chunk], strict=True)
+        used[chunk - 1] = [
+            {received for at in sent for received in report.paths[at]} for report, sent in pairs
+        ]
+    return used

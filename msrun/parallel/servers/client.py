@@ -1,0 +1,409 @@
+"""A rank's connections to the parameter servers: a thread drives the machine of a worker.
+
+The script pulls and pushes; the thread sends, sends again, and votes.  A step of the servers is
+done when each rank's next pull says that all servers have its push (decision 0045).  The thread
+says so as soon as it is true, with a pull of nothing: so no rank waits for another that evaluates,
+saves or has ended its loop.  The script's own pull takes the place of that one, or follows it.
+"""
+
+from __future__ import annotations
+
+import queue
+import sys
+import threading
+from collections import deque
+from collections.abc import Callable, Mapping
+from typing import Any
+
+from torch import Tensor
+
+from msrun.cluster.servers.events import (
+    Arrived,
+    BeginAt,
+    DeliverRows,
+    Finished,
+    SendMessage,
+    StepBegins,
+    StepEnds,
+    WorkerAction,
+    WorkerEvent,
+    WorkerLeft,
+)
+from msrun.cluster.servers.messages import AskOwnership, Pull, Push
+from msrun.cluster.servers.worker import WorkerPhase, WorkerState
+from msrun.cluster.tick import Tick
+from msrun.environ import ServersPlace
+from msrun.errors import MsrunError, ProtocolError
+from msrun.parallel.servers.addresses import AddressBook, read_key
+from msrun.parallel.servers.routing import places_by_server, split_gradients
+from msrun.parallel.servers.rows import RowGradients
+from msrun.parallel.servers.wire import (
+    HEAD,
+    RANK,
+    SERVER,
+    Actor,
+    FirstContents,
+    Hail,
+    JobEnds,
+    Packet,
+    SessionPlan,
+    Setup,
+    WantContents,
+    Word,
+    actor_of,
+    decode,
+    encode,
+)
+from msrun.transport.data_sockets import ConnectionPoll, DataConnection
+from msrun.transport.loop import Loop, new_context
+
+_GREET_SECONDS = 0.02
+_WORRY_SECONDS = 10.0
+_SILENT_SECONDS = 600.0
+_LEAVE_SECONDS = 60.0
+
+Owners = Mapping[str, list[int]]
+# Table and numbers of its slices -> what a server begins with.
+Supply = Callable[[str, list[int]], dict[int, list[Any]]]
+_Divide = Callable[[Mapping[str, Any], Owners], dict[int, Any]]
+
+
+class PulledRows:
+    """What all servers sent for one pull, and who owned what then."""
+
+    def __init__(self, owners: Owners, parts: Mapping[int, Any]) -> None:
+        self.owners = owners
+        self._parts = parts
+
+    def rows(self, table: str) -> dict[int, Tensor]:
+        """Return the rows of a table, by server."""
+        return {server: part[table] for server, part in self._parts.items() if table in part}
+
+    def slices(self, table: str) -> dict[int, Any]:
+        """Return what was asked of whole slices of a table, by their numbers."""
+        return {
+            index: piece
+            for part in self._parts.values()
+            for index, piece in part.get(table, {}).items()
+        }
+
+
+class ServersClient:
+    """The end of one rank.
+
+    Args:
+        place: Where the servers of the job are.
+        master: Host and port of the store.
+        rank: This rank.
+    """
+
+    def __init__(self, place: ServersPlace, master: tuple[str, int], rank: int) -> None:
+        self._place = place
+        self._rank = rank
+        self._secret = read_key(place.directory)
+        self._peers = place.count + place.ranks
+        self._context = new_context()
+        self._poll = ConnectionPoll()
+        self._connections: dict[int, DataConnection] = {}
+        self._plan: SessionPlan | None = None
+        self._machine: WorkerState | None = None
+        self._supply: Supply | None = None
+        self._greeted: set[int] = set()
+        self._greet_due = 0.0
+        self._has_way = False
+        self._commands: deque[tuple[str, Any]] = deque()
+        self._is_asked = False
+        self._answers: queue.SimpleQueue[PulledRows | MsrunError] = queue.SimpleQueue()
+        self._split: tuple[object, int, dict[int, Any]] = (None, 0, {})
+        self._heard: dict[int, float] = {}
+        self._has_begun = False
+        self._has_left = threading.Event()
+        self._is_over = False
+        self.failure: MsrunError | None = None
+        self._book = AddressBook(master, place.count, self._poll.wake)
+        self._thread = threading.Thread(target=self._run, name="msrun-servers", daemon=True)
+        self._thread.start()
+
+    # For the script.
+
+    def begin(self, plan: SessionPlan, supply: Supply) -> None:
+        """Begin a session; `supply` gives first contents, in the thread, until all have theirs."""
+        self._command("begin", (plan, supply))
+        if self._rank == 0:
+            self._book.announce(plan.session)
+
+    def pull(self, ask: Mapping[str, Any]) -> PulledRows:
+        """Return rows as they are now: table -> row numbers, or a word for whole slices.
+
+        Raises:
+            MsrunError: The servers cannot go on, or are silent for long.
+        """
+        self._command("pull", ask)
+        return self._await()
+
+    def push(self, gradients: Mapping[str, Any], options: Mapping[str, Any]) -> None:
+        """Send the gradients of this step, and return at once; they must not change any more.
+
+        Raises:
+            MsrunError: As `pull`.
+        """
+        if self.failure is not None:
+            raise self.failure
+        self._command("push", {"gradients": gradients, "options": options})
+
+    def leave(self) -> bool:
+        """Do no further step; return whether the servers have all of this rank's on disk."""
+        if self.failure is not None or self._plan is None or not self._thread.is_alive():
+            return False
+        self._command("leave", None)
+        return self._has_left.wait(_LEAVE_SECONDS)
+
+    def close(self) -> None:
+        """End the thread."""
+        self._is_over = True
+        self._poll.wake()
+        self._thread.join(_LEAVE_SECONDS)
+        self._book.close()
+
+    def _command(self, name: str, words: Any) -> None:
+        self._commands.append((name, words))
+        self._poll.wake()
+
+    def _await(self) -> PulledRows:
+        has_told = False
+        since = Loop.now()
+        while True:
+            if self.failure is not None:
+                raise self.failure
+            try:
+                answer = self._answers.get(timeout=1.0)
+            except queue.Empty:
+                silent = self._silent(since)
+                if silent and not has_told:
+                    has_told = True
+                    names = ", ".join(map(str, silent))
+                    text = f"msrun: rank {self._rank} waits for parameter server {names}"
+                    print(text, file=sys.stderr, flush=True)  # noqa: T201 - a person waits too
+                continue
+            if isinstance(answer, MsrunError):
+                raise answer
+            return answer
+
+    def _silent(self, since: float) -> list[int]:
+        """Return the servers that have said nothing for a while.
+
+        Raises:
+            MsrunError: One has said nothing for very long.
+        """
+        now = Loop.now()
+        heard = {n: max(since, self._heard.get(n, 0.0)) for n in range(self._place.count)}
+        for server, at in heard.items():
+            if now - at > _SILENT_SECONDS:
+                text = f"parameter server {server} said nothing for {_SILENT_SECONDS:.0f} s"
+                raise MsrunError(text, hint="look at its log, and at the verdict of the job")
+        return [server for server, at in heard.items() if now - at > _WORRY_SECONDS]
+
+    # The thread.
+
+    def _run(self) -> None:
+        try:
+            while not self._is_over:
+                self._poll.wait(self._deadline())
+                for server in list(self._connections):
+                    self._receive(server)
+                self._connect()
+                self._obey()
+                self._greet()
+                self._feed(Tick())
+        except Exception as error:  # noqa: BLE001 - the script raises it
+            self._fail(MsrunError(f"the connection to the parameter servers ended: {error!r}"))
+        for connection in self._connections.values():
+            connection.close()
+
+    def _fail(self, error: MsrunError) -> None:
+        self.failure = error
+        self._answers.put(error)
+        self._has_left.set()
+
+    def _deadline(self) -> float | None:
+        if self._machine is None:
+            return None
+        due = self._machine.deadline() if self._has_way else None
+        if self._machine.ownership is None:
+            due = min(self._greet_due, self._greet_due if due is None else due)
+        return due
+
+    def _connect(self) -> None:
+        """Connect to servers whose addresses are new."""
+        for server, address in self._book.addresses.items():
+            known = self._connections.get(server)
+            if known and known.address == address:
+                continue
+            if known:
+                self._poll.forget(known)
+                known.close()
+            made = DataConnection(self._context, address, self._secret, self._peers)
+            self._connections[server] = made
+            self._poll.watch(made)
+            self._greeted.discard(server)
+
+    def _receive(self, server: int) -> None:
+        for parts in self._connections[server].receive():
+            try:
+                packet, payload = decode(parts)
+            except ProtocolError:
+                continue
+            plan, word = self._plan, packet.word
+            if plan is None or packet.session != plan.session:
+                continue
+            self._heard[server] = Loop.now()
+            if isinstance(word, JobEnds):
+                self._fail(MsrunError(f"the parameter servers cannot go on: {word.reason}"))
+            elif isinstance(word, WantContents):
+                self._give(packet.sender, word)
+            else:
+                self._feed(Arrived(word, payload))  # type: ignore[arg-type]
+
+    def _give(self, server: Actor, word: WantContents) -> None:
+        if self._supply:
+            supply = self._supply
+            payload = {table: supply(table, pieces) for table, pieces in word.slices.items()}
+            self._post(server, FirstContents(), payload)
+
+    def _obey(self) -> None:
+        """Do what the script asks for, as far as the machine is ready for it."""
+        while self._commands:
+            name, words = self._commands[0]
+            if name == "begin":
+                self._start(*words)
+            elif not self._do(name, words):
+                break
+            self._commands.popleft()
+        machine = self._machine
+        if machine and machine.phase is WorkerPhase.IDLE:
+            self._feed(StepBegins({}))
+
+    def _start(self, plan: SessionPlan, supply: Supply) -> None:
+        self._plan, self._supply = plan, supply
+        self._machine = WorkerState(worker=self._rank, life=0, rules=plan.rules)
+        self._has_begun = self._has_way = False
+        self._greeted.clear()
+        self._greet_due = 0.0
+
+    def _do(self, name: str, words: Any) -> bool:
+        """Return whether a command could be done."""
+        machine = self._machine
+        if machine is None:
+            return False
+        is_ready = machine.phase in {
+            WorkerPhase.IDLE,
+            WorkerPhase.PULLING,
+            WorkerPhase.COMPUTING,
+        }
+        match name:
+            case "pull" if is_ready and not self._is_asked:
+                self._is_asked = True
+                self._feed(StepBegins(words))
+            case "push" if machine.phase is WorkerPhase.COMPUTING and not self._is_asked:
+                self._feed(StepEnds(words))
+            case "leave" if is_ready and not self._is_asked:
+                self._feed(Finished())
+            case _:
+                return False
+        return True
+
+    def _greet(self) -> None:
+        """Let all servers know this rank, and rank 0 tell the coordinator what it wants."""
+        plan, machine = self._plan, self._machine
+        now = Loop.now()
+        if plan is None or machine is None or machine.ownership or now < self._greet_due:
+            return
+        waiting = set(range(self._place.count)) - self._greeted
+        for server in waiting:
+            is_told = self._post((SERVER, server), Hail())
+            if server == 0 and is_told and self._rank == 0:
+                is_told = self._post((HEAD, 0), Setup(plan=plan))
+            self._has_way |= server == 0 and is_told
+            if is_told:
+                self._greeted.add(server)
+        if len(self._greeted) < self._place.count:
+            self._greet_due = now + _GREET_SECONDS
+        else:  # again, until there is an ownership
+            self._greeted.clear()
+            self._greet_due = now + plan.rules.retry
+            self._book.search()
+
+    def _feed(self, event: WorkerEvent) -> None:
+        machine = self._machine
+        if machine is None or not self._has_way:
+            return
+        events = deque([event])
+        while events:
+            for action in machine.handle(events.popleft(), now=Loop.now()):
+                self._act(machine, action)
+            if machine.phase is WorkerPhase.IDLE and not self._commands:
+                events.append(StepBegins({}))
+        if self._commands:
+            self._poll.wake()
+
+    def _act(self, machine: WorkerState, action: WorkerAction) -> None:
+        match action:
+            case SendMessage(to=to, message=message, payload=payload):
+                if isinstance(message, Pull | Push):
+                    divide = _divided_push if isinstance(message, Push) else _divided_ask
+                    payload = self._part(machine, payload, actor_of(to)[1], divide)
+                self._post(actor_of(to), message, payload)  # type: ignore[arg-type]
+                if isinstance(message, AskOwnership):  # something was silent
+                    self._book.search()
+            case DeliverRows(rows=rows):
+                if self._is_asked and machine.ownership:
+                    self._is_asked = False
+                    self._answers.put(PulledRows(machine.ownership.owners, rows))
+            case BeginAt():
+                if self._has_begun:
+                    self._fail(MsrunError("the parameter servers went back to earlier steps"))
+                self._has_begun, self._supply = True, None
+            case WorkerLeft():
+                self._has_left.set()
+
+    def _part(self, machine: WorkerState, payload: Any, server: int, divide: _Divide) -> Any:
+        """Return what of a pull or a push is for one server."""
+        known, epoch, parts = self._split
+        if known is not payload or epoch != machine.epoch:
+            parts = divide(payload, machine.ownership.owners if machine.ownership else {})
+            self._split = (payload, machine.epoch, parts)
+        return parts.get(server, {})
+
+    def _post(self, to: Actor, word: Word, payload: Any = None) -> bool:
+        kind, number = to
+        connection = self._connections.get(0 if kind == HEAD else number)
+        session = self._plan.session if self._plan else ""
+        packet = Packet(session=session, sender=(RANK, self._rank), target=to, word=word)
+        return connection is not None and connection.send(encode(packet, payload))
+
+
+def _divided_ask(ask: Mapping[str, Any], owners: Owners) -> dict[int, dict[str, Any]]:
+    parts: dict[int, dict[str, Any]] = {}
+    for table, ids in ask.items():
+        if isinstance(ids, Tensor):
+            for server, places in places_by_server(ids, owners[table]).items():
+                parts.setdefault(server, {})[table] = ids[places]
+        else:
+            for server in set(owners[table]):
+                parts.setdefault(server, {})[table] = ids
+    return parts
+
+
+def _divided_push(push: Mapping[str, Any], owners: Owners) -> dict[int, dict[str, Any]]:
+    servers = {server for each in owners.values() for server in each}
+    parts: dict[int, dict[str, Any]] = {server: {} for server in servers}
+    for table, gradient in push["gradients"].items():
+        if isinstance(gradient, RowGradients):
+            for server, part in split_gradients(gradient, owners[table]).items():
+                parts[server][table] = [part.ids, part.values, part.is_sparse]
+            continue
+        count = len(owners[table])
+        for index, server in enumerate(owners[table]):
+            parts[server].setdefault(table, {})[index] = gradient[index::count]
+    options = push["options"]
+    return {server: {"gradients": part, "options": options} for server, part in parts.items()}

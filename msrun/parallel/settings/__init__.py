@@ -1,0 +1,1 @@
+"""Sections of the parallel configuration that stand alone, and what all sections have."""

@@ -1,0 +1,62 @@
+"""Sections on parameter servers."""
+
+from __future__ import annotations
+
+from msrun.parallel.settings.section import ConfigSection, at_least
+
+
+class Staleness(ConfigSection, frozen=True, kw_only=True):
+    """Training on parameter servers in which ranks do not wait for each other.
+
+    Args:
+        staleness: Steps that a rank may be ahead of the slowest one, at least 0; `.inf` is any
+            number.
+    """
+
+    staleness: float
+
+    def __post_init__(self) -> None:
+        if not self.staleness >= 0:
+            raise ValueError(f"staleness: {self.staleness} must be at least 0")
+
+
+class ServerSnapshots(ConfigSection, frozen=True, kw_only=True):
+    """Snapshots that parameter servers write, so that one that is killed goes on.
+
+    Args:
+        every: Steps from one to the next, at least 1.  Ranks keep the gradients of the steps since.
+        dir: Directory for them; None is a private one of each node.
+    """
+
+    every: int = 100
+    dir: str | None = None
+
+    def __post_init__(self) -> None:
+        at_least(self, "every", 1)
+
+
+class ServerParameters(ConfigSection, frozen=True, kw_only=True):
+    """Parameters that live on parameter servers, which `msrun --server-num N` starts.
+
+    Args:
+        params: Patterns of these parameters.  Of a table of `nn.Embedding` or `nn.EmbeddingBag` a
+            rank has the rows of its batch alone; of others a copy that each step renews.
+        sync: `true` adds the gradients of all ranks before each step, as one process would.  A
+            mapping with `staleness` has servers step with each gradient that comes.
+        snapshot: Snapshots of the servers.
+    """
+
+    params: list[str]
+    sync: bool | Staleness = True
+    snapshot: ServerSnapshots = ServerSnapshots()
+
+    def __post_init__(self) -> None:
+        if self.sync is False:
+            raise ValueError("sync: false sets no bound (choose true or {staleness: N})")
+        if not self.params:
+            raise ValueError("params: names no parameter")
+
+    @property
+    def staleness(self) -> float:
+        """Steps that a rank may be ahead of the slowest one."""
+        return self.sync.staleness if isinstance(self.sync, Staleness) else 0.0

@@ -1,0 +1,199 @@
+"""The sockets of parameter servers: messages of a head and raw buffers, which are not copied.
+
+A server has one `DataListener`, which ranks and other servers connect to, each with a
+`DataConnection`.  The bounds on strangers are those of the control connection (`sockets.py`).  A
+message that cannot be queued at once is dropped, as one is that a broken connection loses: the
+protocol above sends again whatever was not answered, and so no queue grows while a server is away.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import os
+import socket
+from collections.abc import Sequence
+
+import zmq
+
+from msrun.transport import frames
+from msrun.transport.gate import DOMAIN, Gate
+from msrun.transport.keys import key_pair
+from msrun.transport.loop import Loop
+from msrun.transport.sockets import endpoint, handshake_milliseconds
+
+# A frame is a tensor: as long as one message of other parameter servers may be.
+FRAME_BYTES_MAX = (1 << 31) - 1
+_SERVER = "parameter server"
+_PEER = "parameter server peer"
+_CURVE_BYTES = 64
+_HANDSHAKE_MS = 4_700
+_QUEUE_MAX = 64
+_FRAMES_MAX = 1 << 16
+_MESSAGES_MAX = 64
+_CONNECT_MS = 1_000
+_RECONNECT_MS = (10, 200)
+
+Buffer = bytes | memoryview
+
+
+def _bound(sock: zmq.Socket[bytes], peers: int) -> None:
+    sock.setsockopt(zmq.LINGER, 0)
+    sock.setsockopt(zmq.MAXMSGSIZE, FRAME_BYTES_MAX + _CURVE_BYTES)
+    sock.setsockopt(zmq.RCVHWM, _QUEUE_MAX)
+    sock.setsockopt(zmq.SNDHWM, _QUEUE_MAX)
+    sock.setsockopt(zmq.HANDSHAKE_IVL, handshake_milliseconds(peers, _HANDSHAKE_MS))
+    sock.setsockopt(zmq.TCP_KEEPALIVE, 1)
+    sock.setsockopt(zmq.IPV6, 1)
+
+
+def _send(sock: zmq.Socket[bytes], parts: Sequence[Buffer]) -> bool:
+    """Send `parts` as one message without a copy; return whether it was queued."""
+    try:
+        for part in parts[:-1]:
+            sock.send(part, frames.NOBLOCK | frames.SNDMORE, copy=False)
+        sock.send(parts[-1], frames.NOBLOCK, copy=False)
+    except zmq.ZMQError:
+        return False
+    return True
+
+
+def _received(sock: zmq.Socket[bytes]) -> list[list[memoryview]]:
+    """Return the messages that wait."""
+    found = []
+    for _ in range(_MESSAGES_MAX):
+        try:
+            parts = frames.receive(sock)
+        except zmq.Again:
+            break
+        if len(parts) <= _FRAMES_MAX:
+            found.append([part.buffer for part in parts])
+    return found
+
+
+class DataListener:
+    """A server's end.
+
+    Args:
+        context: ZeroMQ context, owned by the caller.
+        listening: A listening socket; owned by this object from now on.
+        secret: Of the servers of this job; None lets everybody in who can reach the socket.
+        peers: Ranks and servers that may come, at most.
+    """
+
+    def __init__(
+        self,
+        context: zmq.Context[zmq.Socket[bytes]],
+        listening: socket.socket,
+        secret: bytes | None,
+        peers: int,
+    ) -> None:
+        self.gate: Gate | None = None
+        self.socket = context.socket(zmq.ROUTER)
+        _bound(self.socket, peers)
+        self.socket.setsockopt(zmq.ROUTER_MANDATORY, 1)
+        if secret is not None:
+            self.gate = Gate(context, {key_pair(secret, _PEER).public: _PEER})
+            own = key_pair(secret, _SERVER)
+            self.socket.curve_server = True
+            self.socket.curve_publickey = own.public
+            self.socket.curve_secretkey = own.secret
+            self.socket.setsockopt_string(zmq.ZAP_DOMAIN, DOMAIN)
+            self.socket.setsockopt(zmq.ZAP_ENFORCE_DOMAIN, 1)
+        host, port = listening.getsockname()[:2]
+        self.socket.setsockopt(zmq.USE_FD, listening.detach())
+        self.socket.bind(endpoint(host, port))
+
+    def receive(self) -> list[tuple[bytes, list[memoryview]]]:
+        """Return messages that wait, each behind the route to its sender."""
+        return [(bytes(route), parts) for route, *parts in _received(self.socket) if parts]
+
+    def send(self, route: bytes, parts: Sequence[Buffer]) -> bool:
+        """Send along `route`; return whether it was queued."""
+        return _send(self.socket, [route, *parts])
+
+
+class DataConnection:
+    """The end of a rank, or of another server.
+
+    Args:
+        context: ZeroMQ context, owned by the caller.
+        address: Host and port of the server.
+        secret: As of `DataListener`.
+        peers: As of `DataListener`.
+    """
+
+    def __init__(
+        self,
+        context: zmq.Context[zmq.Socket[bytes]],
+        address: tuple[str, int],
+        secret: bytes | None,
+        peers: int,
+    ) -> None:
+        self.address = address
+        self.socket = context.socket(zmq.DEALER)
+        _bound(self.socket, peers)
+        self.socket.setsockopt(zmq.IMMEDIATE, 1)  # nothing waits for a server that is away
+        self.socket.setsockopt(zmq.CONNECT_TIMEOUT, _CONNECT_MS)
+        self.socket.setsockopt(zmq.RECONNECT_IVL, _RECONNECT_MS[0])
+        self.socket.setsockopt(zmq.RECONNECT_IVL_MAX, _RECONNECT_MS[1])
+        self.socket.setsockopt(zmq.ROUTING_ID, b"d" + os.urandom(16))
+        if secret is not None:
+            own = key_pair(secret, _PEER)
+            self.socket.curve_publickey = own.public
+            self.socket.curve_secretkey = own.secret
+            self.socket.curve_serverkey = key_pair(secret, _SERVER).public
+        self.socket.connect(endpoint(*address))
+
+    def send(self, parts: Sequence[Buffer]) -> bool:
+        """Send `parts`; return whether they were queued: else there is no connection now."""
+        return _send(self.socket, parts)
+
+    def receive(self) -> list[list[memoryview]]:
+        """Return the messages that wait."""
+        return _received(self.socket)
+
+    def wait_up(self, milliseconds: int) -> bool:
+        """Return whether the connection is up within a time."""
+        return bool(self.socket.poll(milliseconds, zmq.POLLOUT))
+
+    def close(self) -> None:
+        """Give the connection up."""
+        self.socket.close()
+
+
+class ConnectionPoll:
+    """Waits for connections and for `wake`, which any thread may call.
+
+    A process has one `Loop`, which belongs to its main thread: in a rank, that is the script's.
+    """
+
+    def __init__(self) -> None:
+        self._poller = zmq.Poller()
+        self._read, self._write = os.pipe2(os.O_NONBLOCK | os.O_CLOEXEC)
+        self._poller.register(self._read, zmq.POLLIN)
+
+    def watch(self, connection: DataConnection) -> None:
+        """Wait for messages on `connection`, too."""
+        self._poller.register(connection.socket, zmq.POLLIN)
+
+    def forget(self, connection: DataConnection) -> None:
+        """Stop waiting for messages on `connection`."""
+        self._poller.unregister(connection.socket)
+
+    def wait(self, until: float | None) -> None:
+        """Return when there is a message, a wake, or it is `until`."""
+        seconds = None if until is None else max(0.0, until - Loop.now())
+        self._poller.poll(None if seconds is None else int(seconds * 1000) + 1)
+        with contextlib.suppress(BlockingIOError):
+            while os.read(self._read, 4096):
+                pass
+
+    def wake(self) -> None:
+        """Have `wait` return."""
+        with contextlib.suppress(BlockingIOError):
+            os.write(self._write, b"w")
+
+    def close(self) -> None:
+        """Give up the pipe."""
+        os.close(self._read)
+        os.close(self._write)

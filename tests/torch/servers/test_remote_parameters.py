@@ -1,0 +1,237 @@
+"""Parameters on real servers: losses and weights are those of one process."""
+
+import functools
+
+import pytest
+import torch
+from ranks import run_warm
+from server_jobs import serving
+from torch import nn
+from torch.nn import functional
+
+import msrun
+
+pytestmark = pytest.mark.torch
+
+STEPS = 5
+BATCH = 12
+TOLERANCE = 1e-6
+PARAMS = ["items.weight", "users.weight", "wide.*"]
+
+
+class Clicks(nn.Module):
+    """Bags of items, two users whose table is used twice, a dense layer on servers and one not."""
+
+    def __init__(self, mode="sum", *, sparse=False):
+        super().__init__()
+        self.items = nn.EmbeddingBag(400, 4, mode=mode, sparse=sparse, padding_idx=1)
+        self.users = nn.Embedding(300, 4, sparse=sparse, padding_idx=2)
+        self.wide = nn.Linear(8, 8)
+        self.out = nn.Linear(8, 1)
+
+    def forward(self, items, users, friends):
+        both = self.users(users) * self.users(friends)
+        return self.out(torch.tanh(self.wide(torch.cat([self.items(items), both], 1))))[:, 0]
+
+
+def build(mode="sum", *, sparse=False):
+    with torch.random.fork_rng():
+        torch.manual_seed(7)
+        return Clicks(mode, sparse=sparse)
+
+
+def batch(step):
+    """Return a batch with duplicates, padding, and bags of nothing but padding."""
+    draw = torch.Generator().manual_seed(step)
+    items = torch.randint(0, 40, (BATCH, 6), generator=draw)
+    items[:, 3:] = torch.where(items[:, 3:] < 20, 1, items[:, :3])
+    items[step % BATCH] = 1
+    users, friends = torch.randint(0, 30, (2, BATCH), generator=draw)
+    return items, users, friends, torch.randint(0, 2, (BATCH,), generator=draw).float()
+
+
+def part(step, rank, ranks):
+    return [each.chunk(ranks)[rank] for each in batch(step)]
+
+
+def groups(model, **second):
+    return [
+        {"params": [*model.items.parameters(), *model.out.parameters()]},
+        {"params": [*model.users.parameters(), *model.wide.parameters()], **second},
+    ]
+
+
+OPTIMIZERS = {
+    "sgd": lambda m: torch.optim.SGD(groups(m, lr=0.1), lr=0.3),
+    "momentum": lambda m: torch.optim.SGD(
+        groups(m, nesterov=True), lr=0.2, momentum=0.9, weight_decay=0.01
+    ),
+    "adamw": lambda m: torch.optim.AdamW(groups(m, weight_decay=0.2), lr=0.01),
+    "adagrad": lambda m: torch.optim.Adagrad(groups(m, lr_decay=0.1), lr=0.05),
+}
+LOSS = functional.binary_cross_entropy_with_logits
+
+
+def single(optimizer, **options):
+    model = build(**options)
+    update = OPTIMIZERS[optimizer](model)
+    losses = []
+    for step in range(STEPS):
+        *inputs, labels = batch(step)
+        update.zero_grad()
+        loss = LOSS(model(*inputs), labels)
+        loss.backward()
+        update.step()
+        losses.append(loss.item())
+    return losses, model.state_dict()
+
+
+def train(optimizer, config, options, begin=0, end=STEPS):
+    """Train on servers; return losses and whole weights."""
+    rt = msrun.init({"servers": {"params": PARAMS}, **config})
+    model = rt.shard(build(**options))
+    update = rt.optimizer(OPTIMIZERS[optimizer](model))
+    losses = [
+        rt.step(model, update, LOSS, *part(step, rt.rank, rt.world_size)).item()
+        for step in range(begin, end)
+    ]
+    weights = {name: each.clone() for name, each in model.state_dict().items()}
+    rt.close()
+    return losses, weights
+
+
+def check(found, expected):
+    losses, weights = expected
+    for own, state in found:
+        assert own == pytest.approx(losses, abs=TOLERANCE)
+        for name, weight in weights.items():
+            torch.testing.assert_close(state[name], weight, rtol=0, atol=TOLERANCE)
+
+
+def test_losses_and_weights_are_those_of_one_process(tmp_path, monkeypatch):
+    with serving(tmp_path, monkeypatch, 2, 2):
+        found = run_warm(train, 2, "adamw", {}, {})
+
+    check(found, single("adamw"))
+
+
+def run_each(cases):
+    """Train every case in one go of ranks."""
+    return {name: train(*words) for name, words in cases.items()}
+
+
+CASES = {
+    "sgd": ("sgd", {}, {}),
+    "sgd mean": ("sgd", {}, {"mode": "mean"}),
+    "sgd sparse": ("sgd", {}, {"sparse": True}),
+    "momentum": ("momentum", {}, {}),
+    "adamw": ("adamw", {}, {}),
+    "adagrad": ("adagrad", {}, {}),
+    "adagrad sum of ranks": ("adagrad", {"accumulate": 2}, {}),
+    "zero": ("adamw", {"optimizer": {"zero": 2, "threshold": 0}}, {}),
+}
+
+
+@functools.cache
+def expected(optimizer, **options):
+    return single(optimizer, **options)
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("servers", [1, 2, 3])
+@pytest.mark.parametrize("ranks", [1, 2, 3])
+def test_grid(servers, ranks, tmp_path, monkeypatch):
+    cases = CASES if ranks == 3 or servers == 3 else {k: CASES[k] for k in ("momentum", "adamw")}
+    with serving(tmp_path, monkeypatch, servers, ranks):
+        found = run_warm(run_each, ranks, cases, timeout=200)
+
+    for name, (optimizer, _, options) in cases.items():
+        check([each[name] for each in found], expected(optimizer, **options))
+
+
+def plain_loop(config):
+    """Train in a loop of torch, with an evaluation on one rank only; return weights."""
+    rt = msrun.init({"servers": {"params": PARAMS}, **config})
+    model = rt.shard(build())
+    update = rt.optimizer(OPTIMIZERS["momentum"](model))
+    schedule = torch.optim.lr_scheduler.ExponentialLR(update, 0.8)
+    for step in range(STEPS):
+        *inputs, labels = part(step, rt.rank, rt.world_size)
+        update.zero_grad()
+        LOSS(model(*inputs), labels).backward()
+        update.step()
+        schedule.step()
+        if rt.is_main:
+            with torch.no_grad():
+                model(*batch(step)[:3])
+    if rt.is_main:
+        with torch.no_grad():
+            model(*batch(0)[:3])
+    rt.barrier()
+    weights = rt.state_dict(model)
+    rt.close()
+    return weights
+
+
+def plain_single():
+    model = build()
+    update = OPTIMIZERS["momentum"](model)
+    schedule = torch.optim.lr_scheduler.ExponentialLR(update, 0.8)
+    for step in range(STEPS):
+        *inputs, labels = batch(step)
+        update.zero_grad()
+        LOSS(model(*inputs), labels).backward()
+        update.step()
+        schedule.step()
+    return model.state_dict()
+
+
+def test_plain_loop_with_a_scheduler_and_an_evaluation(tmp_path, monkeypatch):
+    with serving(tmp_path, monkeypatch, 2, 2):
+        first, _ = run_warm(plain_loop, 2, {})
+
+    for name, weight in plain_single().items():
+        torch.testing.assert_close(first[name], weight, rtol=0, atol=TOLERANCE)
+
+
+def saved(folder):
+    """Train, save in the middle, go on, go back and repeat; return both curves."""
+    rt = msrun.init({"servers": {"params": PARAMS}})
+    model = rt.shard(build())
+    update = rt.optimizer(OPTIMIZERS["adamw"](model))
+
+    def steps(begin, end):
+        return [
+            rt.step(model, update, LOSS, *part(step, rt.rank, rt.world_size)).item()
+            for step in range(begin, end)
+        ]
+
+    losses = steps(0, 3)
+    rt.save(model, update, step=3, path=folder)
+    first = steps(3, STEPS)
+    assert rt.load(model, update, path=folder) == 3
+    again = steps(3, STEPS)
+    rt.close()
+    return losses + first, again
+
+
+def loaded_in_one_process(folder):
+    rt = msrun.init()
+    model = rt.shard(build())
+    update = rt.optimizer(OPTIMIZERS["adamw"](model))
+    rt.load(model, update, path=folder)
+    losses = [rt.step(model, update, LOSS, *batch(step)).item() for step in range(3, STEPS)]
+    rt.close()
+    return losses
+
+
+def test_checkpoints_hold_tables_and_their_state(tmp_path, monkeypatch):
+    with serving(tmp_path / "servers", monkeypatch, 2, 2):
+        found = run_warm(saved, 2, tmp_path / "checkpoint")
+    [alone] = run_warm(loaded_in_one_process, 1, tmp_path / "checkpoint")
+
+    losses, _ = single("adamw")
+    for first, again in found:
+        assert first == pytest.approx(losses, abs=TOLERANCE)
+        assert again == pytest.approx(losses[3:], abs=TOLERANCE)
+    assert alone == pytest.approx(losses[3:], abs=TOLERANCE)

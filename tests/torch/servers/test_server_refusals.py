@@ -1,0 +1,181 @@
+"""What parameter servers do not do is one sentence before training."""
+
+import re
+
+import pytest
+import torch
+from ranks import run_warm
+from torch import nn
+
+import msrun
+from msrun.errors import ConfigError, MsrunError
+from msrun.parallel.config_file import parse_config
+
+pytestmark = pytest.mark.torch
+
+
+class Tiny(nn.Module):
+    def __init__(self, **options):
+        super().__init__()
+        self.table = nn.Embedding(8, 2, **options)
+        self.out = nn.Linear(2, 1)
+
+    def forward(self, ids):
+        return self.out(self.table(ids))
+
+
+def adamw(model):
+    return torch.optim.AdamW(model.parameters())
+
+
+def sharded(keys, build, optimizer, act):
+    rt = msrun.init({"servers": {"params": ["table.weight"]}, **keys})
+    model = rt.shard(build())
+    update = optimizer(model)
+    act(rt, model, update)
+
+
+def attach(rt, _model, update):
+    rt.optimizer(update)
+
+
+def step_alone(_rt, model, update):
+    model(torch.tensor([1])).sum().backward()
+    update.step()
+
+
+def frozen():
+    model = Tiny()
+    model.table.weight.requires_grad_(requires_grad=False)
+    return model
+
+
+def clip(rt, model, _update):
+    rt.clip_grad_norm_(model, 1.0)
+
+
+def clipped_step(rt, model, update):
+    rt.step(model, update, lambda out: out.sum(), torch.tensor([1]), max_norm=1.0)
+
+
+def again(rt, _model, _update):
+    rt.shard(Tiny())
+
+
+def mixed(model):
+    return torch.optim.SGD(model.out.parameters(), lr=0.1)
+
+
+def half(model):
+    return torch.optim.SGD([*model.table.parameters()], lr=0.1)
+
+
+PLAN = {"plan": [{"match": "table", "style": "embedding"}], "mesh": {"dp": -1, "tp": 1}}
+BOTH = {"servers": {"params": ["table.weight", "out.*"]}}
+CASES = {
+    "'tables' matches nothing": ({"servers": {"params": ["tables"]}}, Tiny, adamw, attach),
+    "table.weight is frozen": ({}, frozen, adamw, attach),
+    "table.weight is also in parallel.plan": (PLAN, Tiny, adamw, attach),
+    "table.weight is also in parallel.reduce.exclude": (
+        {"reduce": {"exclude": ["table.*"]}},
+        Tiny,
+        adamw,
+        attach,
+    ),
+    "has max_norm": ({}, lambda: Tiny(max_norm=1.0), adamw, attach),
+    "do not offer the optimizer ASGD": (
+        {},
+        Tiny,
+        lambda model: torch.optim.ASGD(model.parameters()),
+        attach,
+    ),
+    "LBFGS computes the loss several times": (
+        {},
+        Tiny,
+        lambda model: torch.optim.LBFGS(model.parameters()),
+        attach,
+    ),
+    "AdamW does not train table.weight with sparse": (
+        {},
+        lambda: Tiny(sparse=True),
+        adamw,
+        attach,
+    ),
+    "cannot keep momentum_buffer": (
+        {},
+        lambda: Tiny(sparse=True),
+        lambda model: torch.optim.SGD(model.parameters(), lr=0.1, momentum=0.9),
+        attach,
+    ),
+    "holds table.weight and not out": (BOTH, Tiny, half, attach),
+    "servers do not have yet": ({}, Tiny, adamw, step_alone),
+    "the norm of all gradients": ({}, Tiny, adamw, clip),
+    "norm of all gradients is known": ({}, Tiny, adamw, clipped_step),
+    "parameters of another model": ({}, Tiny, mixed, again),
+}
+
+
+def refusals():
+    """Return what each case says, on one rank."""
+    found = {}
+    for name, words in CASES.items():
+        try:
+            sharded(*words)
+        except MsrunError as error:
+            found[name] = str(error)
+        msrun.init().close()
+    return found
+
+
+def test_each_wrong_use_is_one_sentence(monkeypatch):
+    monkeypatch.setenv("MSRUN_SERVER_NUM", "1")
+
+    [found] = run_warm(refusals, 1)
+
+    for name in CASES:
+        assert name in found.get(name, "")
+
+
+def no_servers():
+    try:
+        sharded({}, Tiny, adamw, attach)
+    except ConfigError as error:
+        return f"{error} {error.hint}"
+    return ""
+
+
+def test_a_job_without_servers_says_how_to_have_some(monkeypatch):
+    monkeypatch.delenv("MSRUN_SERVER_NUM", raising=False)
+
+    [sentence] = run_warm(no_servers, 1)
+
+    assert re.search("this job has no servers.*--server-num", sentence)
+
+
+@pytest.mark.parametrize(
+    ("keys", "sentence"),
+    [
+        ({"sync": False}, "sync: false sets no bound"),
+        ({"sync": {"staleness": -1}}, "servers.sync.staleness: -1.0 must be at least 0"),
+        ({"params": []}, "params: names no parameter"),
+        ({"snapshot": {"every": 0}}, "servers.snapshot.every: 0 must be at least 1"),
+        ({"replicas": 1}, "parallel.servers.replicas: is no key"),
+    ],
+)
+def test_wrong_keys(keys, sentence):
+    with pytest.raises(ConfigError, match=re.escape(sentence)):
+        parse_config({"servers": {"params": ["a"], **keys}})
+
+
+@pytest.mark.parametrize(
+    "keys",
+    [
+        {"mode": "auto"},
+        {"mode": "manual"},
+        {"verify": 1},
+        {"pipeline": {"stages": {"a": 0}, "microbatches": 2}},
+    ],
+)
+def test_what_is_not_composed(keys):
+    with pytest.raises(ConfigError, match=r"parallel\.servers: "):
+        parse_config({"servers": {"params": ["a"]}, **keys})
