@@ -178,16 +178,12 @@ def uneven():
 
 
 def test_experts_that_ranks_do_not_divide_are_refused():
-    assert (
-        run_warm(uneven, 3)
-        == [
-            (
-                "parallel.plan[0]: layers.0.mlp.experts.gate_up_proj [4, 16, 8] can not be split by "
-                "strategy: dim 0 of 4 in 3 parts (ep)"
-            )
-        ]
-        * 3
+    sentence = (
+        "parallel.plan[0]: layers.0.mlp.experts.gate_up_proj [4, 16, 8] can not be split by "
+        "strategy: dim 0 of 4 in 3 parts (ep)"
     )
+
+    assert run_warm(uneven, 3) == [sentence] * 3
 
 
 def last_batch(config):
