@@ -184,6 +184,8 @@ def test_experts_that_ranks_do_not_divide_are_refused():
     )
     assert run_warm(uneven, 3) == [sentence] * 3
 
+    assert run_warm(uneven, 3) == [sentence] * 3
+
 
 def last_batch(config):
     """Return how far losses of an epoch with a small last batch are from one process."""
