@@ -33,7 +33,7 @@ from collections import Counter
 from collections.abc import Callable, Iterable, Iterator, Mapping
 from contextlib import contextmanager
 from pathlib import Path
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
 import torch.distributed as dist
@@ -161,30 +161,53 @@ def _all_names(model: nn.Module) -> Iterator[tuple[str, Tensor]]:
     yield from model.named_buffers(remove_duplicate=False)
 
 
+class Training(NamedTuple):
+    """What a rank trains.
+
+    Args:
+        model: The model that `rt.shard` has returned.
+        optimizer: That of its parameters.
+        batches: This rank's part of each global batch, behind these two the arguments of `rt.step`.
+    """
+
+    model: nn.Module
+    optimizer: torch.optim.Optimizer
+    batches: list[tuple[Any, ...]]
+
+
+def prepare(rt: msrun.Runtime, entry: ZooModel, model: nn.Module) -> Training:
+    """Return what this rank trains, of a model from `build`."""
+    given = batches(entry)
+    is_auto = rt.config.mode == "auto"
+    if is_auto and isinstance(given[0][0], dict):
+        given = [(_by_position(model, inputs), target) for inputs, target in given]
+    sample: Any = given[0][0] if is_auto or rt.config.pipeline else None
+    if sample is not None and rt.config.mesh != "auto":  # of one rank; else of all
+        sample = _share(sample, 0, rt.layout.axes.get("dp", 1))
+    model = rt.shard(model, sample)
+    optimizer = rt.optimizer(entry.optimizer(model.parameters()))
+    share, count = rt.coordinate.get("dp", 0), rt.layout.axes.get("dp", 1)
+    parts = []
+    for inputs, target in given:
+        part = _share(inputs, share, count)
+        batch = part if isinstance(part, tuple) else (part,)
+        if entry.loss is not None:
+            batch = (entry.loss, *batch, _share(target, share, count))
+        parts.append(batch)
+    return Training(model, optimizer, parts)
+
+
 def train(entry: ZooModel, config: dict[str, Any]) -> tuple[list[float], dict[str, Tensor]]:
     """Train under `config` on this rank; return losses, and on rank 0 whole tensors."""
     from msrun.parallel.verify.gather import to_first_rank
 
     model = build(entry)
     rt = msrun.init(config)
-    given = batches(entry)
-    is_auto = config.get("mode") == "auto"
-    if is_auto and isinstance(given[0][0], dict):
-        given = [(_by_position(model, inputs), target) for inputs, target in given]
-    sample: Any = given[0][0] if is_auto or "pipeline" in config else None
-    if sample is not None and config["mesh"] != "auto":  # of one rank; else of all
-        sample = _share(sample, 0, config["mesh"].get("dp", 1))
-    model = rt.shard(model, sample)
-    optimizer = rt.optimizer(entry.optimizer(model.parameters()))
-    share, count = rt.coordinate.get("dp", 0), rt.layout.axes.get("dp", 1)
-    losses = []
-    for inputs, target in given:
-        part = _share(inputs, share, count)
-        batch = part if isinstance(part, tuple) else (part,)
-        if entry.loss is not None:
-            batch = (entry.loss, *batch, _share(target, share, count))
-        losses.append(rt.step(model, optimizer, *batch).item())
-    tensors = list(_all_names(model))
+    training = prepare(rt, entry, model)
+    losses = [
+        rt.step(training.model, training.optimizer, *batch).item() for batch in training.batches
+    ]
+    tensors = list(_all_names(training.model))
     whole: dict[str, Tensor] = {}
     to_first_rank(rt.context, [(name, t.detach()) for name, t in tensors], whole.__setitem__)
     return losses, whole
