@@ -137,6 +137,7 @@ THOROUGH = (
     "tests/torch/tensor/test_plan_file.py",
     "tests/torch/tensor/test_tensor.py",
     "tests/torch/servers/test_remote_parameters.py",
+    "tests/torch/servers/test_server_docs.py",
     "tests/torch/servers/test_server_kills.py",
     "tests/torch/test_collective_bytes.py",
     "tests/torch/test_grid.py",

@@ -34,6 +34,7 @@ from torch.distributed import rpc
 
 import msrun
 from msrun.parallel.servers.process import main as serve
+from msrun.parallel.servers.wire import bytes_of
 from msrun.transport.data_sockets import DataConnection, DataListener
 from msrun.transport.loop import new_context
 from msrun.transport.sockets import listen
@@ -150,7 +151,7 @@ def bare(secret: bytes | None) -> float:
     connection = DataConnection(new_context(), address, secret, 1)
     if not connection.wait_up(5000):
         raise SystemExit("no connection")
-    body = memoryview(torch.zeros(DENSE).numpy()).cast("B")
+    body = bytes_of(torch.zeros(DENSE))
 
     def step() -> None:
         connection.send([body])
@@ -212,8 +213,8 @@ def main() -> int:
             took, used = rows(pid)
             rate = ASKED / took * 60
             a_core = ASKED / max(used, 1e-3) * 60
-            text = f"{rate / 1e6:.1f} M rows/min, {a_core / 1e6:.1f} M a core, CPU {used * 1000:.0f} ms"
-            show(f"rows, {kind}", took, text)
+            text = f"{rate / 1e6:.1f} M rows/min, {a_core / 1e6:.1f} M a core"
+            show(f"rows, {kind}", took, f"{text}, CPU {used * 1000:.0f} ms")
             if a_core < LEAST_ROWS:
                 misses.append(f"rows {kind}: {a_core / 1e6:.1f} M a minute a core")
         if not has_keys:

@@ -16,12 +16,12 @@ _SLICE_BYTES_MAX = 1 << 30
 _OF_ALL = frozenset({"step", "mu_product", "eta", "mu"})
 
 
-def slices_for(rows: int, row_bytes: int) -> int:
-    """Return into how many slices a parameter is cut."""
+def slices_for(rows: int, row_bytes: int, servers: int = _SLICES) -> int:
+    """Return into how many slices a parameter is cut, for so many servers."""
     total = rows * row_bytes
     if total <= _SMALL_BYTES:
         return 1
-    return min(rows, max(_SLICES, -(-total // _SLICE_BYTES_MAX)), 1 << 16)
+    return min(rows, max(servers, -(-total // _SLICE_BYTES_MAX)), 1 << 16)
 
 
 def cut_state(weight: Tensor, state: Mapping[str, Any], index: int, count: int) -> list[Any]:

@@ -118,9 +118,11 @@ class RemoteParameter:
         if self.row_bytes > FRAME_BYTES_MAX or rows < 1:
             text = f"{KEY}: {name} of shape {tuple(self.shape)} has no row that fits a message"
             raise ConfigError(text, hint=f"a row has at most {FRAME_BYTES_MAX} bytes")
-        self.table = Table(
-            name=name, rows=rows, row_bytes=self.row_bytes, slices=slices_for(rows, self.row_bytes)
-        )
+        # A copy travels whole: with few slices it is copied least on the way.
+        servers = environ.servers_place(environ.current()).count
+        sizes = (rows, self.row_bytes)
+        slices = slices_for(*sizes) if self.is_table else slices_for(*sizes, servers)
+        self.table = Table(name=name, rows=rows, row_bytes=self.row_bytes, slices=slices)
 
     def release(self) -> None:
         """Give up the memory of a table."""
