@@ -70,13 +70,15 @@ class Experts(nn.Module):
 
     def forward(self, x: Tensor, index: Tensor, weights: Tensor) -> Tensor:
         """Return (tokens, width), given the experts and their weights as (tokens, choices)."""
-        output = torch.zeros_like(x)
-        for expert in range(self.num_experts):
-            rows, place = torch.where(index == expert)
-            hidden = functional.gelu(functional.linear(x[rows], self.up[expert]))
-            found = functional.linear(hidden, self.down[expert])
-            output.index_add_(0, rows, found * weights[rows, place, None])
-        return output
+        order = index.flatten().argsort(stable=True)
+        rows = order // index.size(1)
+        sizes = index.flatten().bincount(minlength=self.num_experts).tolist()
+        found = [
+            functional.linear(functional.gelu(functional.linear(part, up)), down)
+            for part, up, down in zip(x[rows].split(sizes), self.up, self.down, strict=True)
+        ]
+        weighted = torch.cat(found) * weights.flatten()[order, None]
+        return torch.zeros_like(x).index_add(0, rows, weighted)
 
 
 class Mixture(nn.Module):
@@ -90,11 +92,10 @@ class Mixture(nn.Module):
 
     def forward(self, x: Tensor) -> tuple[Tensor, Tensor]:
         """Return the output, and the share of each expert in each token."""
-        rows = x.flatten(0, 1)
-        shares = self.gate(rows).softmax(-1)
-        weights, index = shares.topk(CHOICES)
-        y = self.experts(rows, index, weights) + self.shared(rows)
-        return y.view_as(x), shares.view(*x.shape[:2], EXPERTS)
+        shares = self.gate(x).softmax(-1)
+        weights, index = (found.flatten(0, 1) for found in shares.topk(CHOICES))
+        y = self.experts(x.flatten(0, 1), index, weights)
+        return self.shared(x) + y.view_as(x), shares
 
 
 class Block(nn.Module):

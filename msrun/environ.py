@@ -62,6 +62,11 @@ _IDENTITY = (
     "MSRUN_RANK0_ADDR",
     RUN_DIR,
     CONFIG,
+    ROLE,
+    SERVER_ID,
+    SERVER_NUM,
+    SERVERS_DIR,
+    SERVER_ADDR,
 )
 # One step of Slurm, Open MPI, and what speaks PMI such as MPICH.
 _COPIES = ("SLURM_STEP_NUM_TASKS", "OMPI_COMM_WORLD_SIZE", "PMI_SIZE")
@@ -83,6 +88,23 @@ _TLS_FILES = {
 }
 _TLS_CA_PATH = f"{_GLOO_TRANSPORT}_{_TLS}_CA_PATH"  # may take the place of the last
 _MASTER = ("MASTER_ADDR", "MASTER_PORT")
+# What a parameter server has in common with the workers of its node.
+_SHARED_WITH_SERVERS = (
+    *_MASTER,
+    "MSRUN_JOB_ID",
+    "MSRUN_NODE_RANK",
+    RUN_DIR,
+    CONFIG,
+    "WORLD_SIZE",
+    "GROUP_RANK",
+    "GROUP_WORLD_SIZE",
+    "MS_WORKER_NUM",
+    "TORCHELASTIC_RUN_ID",
+    "TORCHELASTIC_USE_AGENT_STORE",
+    "PYTHONUNBUFFERED",
+    OMP_THREADS,
+    _GLOO_INTERFACE,
+)
 _VISIBILITY = ("CUDA_VISIBLE_DEVICES", "ASCEND_RT_VISIBLE_DEVICES")
 _WHOLE = re.compile(r"[0-9]{1,15}")
 
@@ -192,6 +214,20 @@ _PAIRS = (("RANK", "WORLD_SIZE"), ("RANK_ID", "RANK_SIZE"))
 _TASKS = re.compile(r"([0-9]{1,9})(?:\(x([0-9]{1,9})\))?")
 
 
+class ServersIdentity(msgspec.Struct, frozen=True, kw_only=True):
+    """The parameter servers of a job, as each of its processes sees them.
+
+    Args:
+        total: How many there are.
+        directory: Private directory of this node for their files.
+        address: Address of this node for their sockets.
+    """
+
+    total: int
+    directory: str
+    address: str
+
+
 class WorkerIdentity(msgspec.Struct, frozen=True, kw_only=True):
     """Who one worker is, from which its environment follows.
 
@@ -221,6 +257,7 @@ class WorkerIdentity(msgspec.Struct, frozen=True, kw_only=True):
         interface: Network interface to the other workers; empty leaves it to the libraries.
         rank_table: File with the job's rank table; empty without one.
         data_tls: Directory with the keys for Gloo's TLS; empty without TLS.
+        servers: The job's parameter servers; None without any.
     """
 
     job_id: str
@@ -248,6 +285,7 @@ class WorkerIdentity(msgspec.Struct, frozen=True, kw_only=True):
     interface: str = ""
     rank_table: str = ""
     data_tls: str = ""
+    servers: ServersIdentity | None = None
 
 
 def worker_env(identity: WorkerIdentity, base: Mapping[str, str]) -> dict[str, str]:
@@ -261,6 +299,10 @@ def worker_env(identity: WorkerIdentity, base: Mapping[str, str]) -> dict[str, s
     """
     env = _torchrun_env(identity) | _mindspore_env(identity) | _msrun_env(identity)
     env["PYTHONUNBUFFERED"] = "1"
+    if identity.servers:
+        env |= {ROLE: "worker", **_servers_env(identity.servers)}
+    elif SERVER_NUM in base:  # an option that a stronger one has overruled
+        env[SERVER_NUM] = "0"
     if identity.virtual_local_rank:
         env["LOCAL_RANK"] = "0"
         env["LOCAL_WORLD_SIZE"] = "1"
@@ -328,6 +370,42 @@ def hccl_env(needs: HcclNeeds, base: Mapping[str, str]) -> dict[str, str]:
         if seconds > _HCCL_EXEC_DEFAULT:
             env["HCCL_EXEC_TIMEOUT"] = str(seconds)
     return {name: value for name, value in env.items() if name not in base}
+
+
+def server_env(
+    number: int, servers: ServersIdentity, worker: Mapping[str, str], error_file: str
+) -> dict[str, str]:
+    """Return the variables of a parameter server, on top of the launcher's own.
+
+    Args:
+        number: Its number.
+        servers: All servers.
+        worker: Variables of a worker of its node, of which it gets what is not of that one alone.
+        error_file: Where it leaves its exception.
+    """
+    env = {name: worker[name] for name in _SHARED_WITH_SERVERS if name in worker}
+    return {
+        **env,
+        **_servers_env(servers),
+        ROLE: "server",
+        SERVER_ID: str(number),
+        "MS_ROLE": "MS_PSERVER",
+        "TORCHELASTIC_ERROR_FILE": error_file,
+    }
+
+
+def _servers_env(servers: ServersIdentity) -> dict[str, str]:
+    return {
+        SERVER_NUM: str(servers.total),
+        SERVERS_DIR: servers.directory,
+        SERVER_ADDR: servers.address,
+        "MS_SERVER_NUM": str(servers.total),
+    }
+
+
+def server_words() -> list[str]:
+    """Return which parameter server this is, and of which job, for lists of processes."""
+    return [os.environ.get(SERVER_ID, ""), os.environ.get(_IDENTITY[0], "")]
 
 
 def data_tls_env(base: Mapping[str, str], directory: str) -> dict[str, str]:

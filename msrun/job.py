@@ -125,6 +125,7 @@ class JobSpec(msgspec.Struct, frozen=True, kw_only=True):
         world_size: Workers of all nodes, if --worker-num fixes it: then the job forms when the
             workers of its nodes sum to exactly this number.
         workers_per_node: Workers this node starts, at least 1; other nodes may start others.
+        servers: Parameter servers of all nodes; number i is on the node of rank i modulo nodes.
         node_rank: Rank of this node, None when the scheduler decides.
         node_name: Name of a process that was started by hand, which is a node of its own; local
             ranks count over all such nodes of one machine.  Empty for a node of msrun.
@@ -197,6 +198,7 @@ class JobSpec(msgspec.Struct, frozen=True, kw_only=True):
     nnodes_min: int = 1
     nnodes_max: int = 1
     world_size: int | None = None
+    servers: int = 0
     node_rank: int | None = None
     node_name: str = ""
     beside: int = 0

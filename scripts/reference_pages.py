@@ -259,6 +259,8 @@ def worker_variables() -> str:
         sample[field.name] = value
         if field.type is bool:
             sample[field.name] = False
+        elif field.default is None:  # only jobs with parameter servers have it
+            sample[field.name] = None
         elif value is None:
             sample[field.name] = (f"host {number}", f"port {number}")
     fields = {str(value): name for name, value in sample.items() if not isinstance(value, tuple)}

@@ -20,6 +20,7 @@ EVENTS = {
         "drained": "`Drained`",
         "interrupt": "`Interrupted`",
         "node-failed": "`NodeFailed`",
+        "server-failed": "`ServerFailed`",
         "lost": "the node is lost",
         "unreachable": "the node cannot be reached",
         "misspeak": "what only a scheduler says",
@@ -32,6 +33,8 @@ EVENTS = {
         "ready": "imports are done",
         "not-ready": "imports failed",
         "ended": "a worker ended",
+        "server-started": "a server was started",
+        "server-ended": "a server ended",
         "swept": "the reaper has swept",
         "tree-lost": "reaper, forkserver or store ended",
         "scheduler-lost": "the scheduler is gone",
@@ -50,7 +53,17 @@ def table(machine: str) -> str:
         for row in _transitions(machine, path.read_text()):
             found.setdefault(row, path.stem)
             phases += [phase for phase in (row[0], row[3]) if phase not in phases]
-    order = ["FORMING", "JOINING", "RUNNING", "STOPPING", "SWEEPING", "DONE", "FAILED", "FINISHED"]
+    order = [
+        "FORMING",
+        "JOINING",
+        "RUNNING",
+        "STOPPING",
+        "SWEEPING",
+        "LEAVING",
+        "DONE",
+        "FAILED",
+        "FINISHED",
+    ]
     rows = sorted(found, key=lambda row: (order.index(row[0]), *row[1:]))
     lines = ["| phase | event | actions | next phase | shown by |", "|---|---|---|---|---|"]
     lines += [f"| {' | '.join(row)} | {found[row]} |" for row in rows]

@@ -51,6 +51,7 @@ class RankExit(msgspec.Struct, frozen=True, kw_only=True):
         error: First line of the exception that ended it; empty without one.
         tail: Last lines of its log, at most `TAIL_LINES`.
         log_file: Path of its log on its node.
+        is_server: It was no worker but a parameter server, whose number is `rank`.
     """
 
     rank: int
@@ -70,6 +71,7 @@ class RankExit(msgspec.Struct, frozen=True, kw_only=True):
     error: str = ""
     tail: list[str] = []
     log_file: str = ""
+    is_server: bool = False
 
     @property
     def succeeded(self) -> bool:
@@ -101,6 +103,8 @@ class RankExit(msgspec.Struct, frozen=True, kw_only=True):
     def sentence(self) -> str:
         """Return a sentence: which worker it was, how it ended and after how long."""
         who = f"rank {self.rank} (node {self.host}, local_rank {self.local_rank}, pid {self.pid})"
+        if self.is_server:
+            who = f"server {self.rank} (node {self.host}, pid {self.pid})"
         return f"{who} {self.how()} after {render_seconds(self.ran_for)}"
 
 

@@ -77,6 +77,10 @@ def gather_batch(context: RankContext, x: Tensor, dim: int = 0) -> Tensor:
     """
     if context.batch.is_whole:
         return x
+    if context.sequence is not None:
+        raise ModelError(
+            "rt.gather: style context gives this rank a part of each sequence, and no whole sample"
+        )
     if context.batch.parts > 1:
         raise ModelError(
             f"rt.gather: a step of {context.batch.parts} micro-batches never has the whole batch",

@@ -18,7 +18,7 @@ from msrun.parallel.settings.section import ConfigSection
 from msrun.parallel.settings.section import at_least as _at_least
 from msrun.parallel.settings.section import given as _given
 from msrun.parallel.settings.section import size as _size
-from msrun.parallel.settings.servers import Servers
+from msrun.parallel.settings.servers import ServerParameters
 from msrun.parallel.settings.steps import Checkpoint, Compile, Verify
 
 ROOT = "parallel"
@@ -27,6 +27,7 @@ REST = -1
 # Axes with a meaning of their own; every other name is for the operator plan.
 DATA_AXIS = "dp"
 PIPELINE_AXIS = "pp"
+CONTEXT_AXIS = "cp"
 # The axis that plans that ship take where the mesh has several.
 TENSOR_AXIS = "tp"
 
@@ -38,7 +39,7 @@ UNSHARDED_DIMS = "..."
 
 Dim = str | list[str] | None
 Dims = list[Dim]
-Style = Literal["colwise", "rowwise", "sequence", "embedding", "vocab", "experts"]
+Style = Literal["colwise", "rowwise", "sequence", "embedding", "vocab", "experts", "context"]
 Schedule = Literal[
     "gpipe", "1f1b", "interleaved", "looped_bfs", "interleaved_zb", "zbv", "dualpipev"
 ]
@@ -96,10 +97,14 @@ class PlanRule(ConfigSection, frozen=True, kw_only=True):
         style: Name of a common sharding: `colwise`, `rowwise` and `embedding` shard the weight of
             a `Linear` or `Embedding`, `vocab` keeps logits sharded by class, `sequence` shards dim
             1 of input and output, `experts` shards every expert of a module with the weights of
-            all in 3-D parameters, and over the axis `ep` sends tokens to the ranks of experts.
+            all in 3-D parameters, and over the axis `ep` sends tokens to the ranks of experts,
+            `context` computes the attention in these modules over the axis `cp`, whose ranks have
+            consecutive tokens of each sequence.
         axis: Mesh axis of `style`; None takes the only axis beside `dp` and `pp`.
         parts: With `colwise`: number of equal projections that follow each other in one weight,
             such as 3 for query, key and value; each is sharded, at least 1.
+        kind: With `context`: `all_to_all` gives each rank all tokens of some heads, and `auto` is
+            that.
         strategy: MindSpore's notation: into how many parts each dim of each input is split,
             weights included.
         out_strategy: With `strategy`: into how many parts each dim of the output is split; None
@@ -116,6 +121,7 @@ class PlanRule(ConfigSection, frozen=True, kw_only=True):
     style: Style | None = None
     axis: str | None = None
     parts: int = 1
+    kind: Literal["auto", "all_to_all"] | None = None
     strategy: list[list[int]] | None = None
     out_strategy: list[list[int]] | None = None
     layout: LayoutRule | None = None
@@ -137,6 +143,10 @@ class PlanRule(ConfigSection, frozen=True, kw_only=True):
             raise ValueError(f"{given[0]}: cannot be combined with {given[1]}")
         if self.axis and not self.style:
             raise ValueError("axis: belongs to a style")
+        if self.style == "context" and self.axis not in (None, CONTEXT_AXIS):
+            raise ValueError(f"axis: style context divides the axis {CONTEXT_AXIS}")
+        if self.kind and self.style != "context":
+            raise ValueError("kind: belongs to style context")
         _at_least(self, "parts", 1)
         if self.parts > 1 and self.style != "colwise":
             raise ValueError("parts: belongs to style colwise")
@@ -305,7 +315,7 @@ class ParallelConfig(ConfigSection, frozen=True, kw_only=True):
     reduce: Reduce = Reduce()
     batch_norm: Literal["sync", "local"] = "sync"
     dropout: Literal["local", "exact"] = "local"
-    servers: Servers | None = None
+    servers: ServerParameters | None = None
     checkpoint: Checkpoint | None = None
     precision: Literal["bf16", "fp16"] | None = None
     compile: Compile | None = None
@@ -324,6 +334,7 @@ class ParallelConfig(ConfigSection, frozen=True, kw_only=True):
                 "reduce: fuse applies to parameters below optimizer.threshold, which is 0"
             )
         self._check_search()
+        self._check_context()
         self._check_mesh()
         self._check_precision()
         self._check_servers()
@@ -357,20 +368,16 @@ class ParallelConfig(ConfigSection, frozen=True, kw_only=True):
                 raise ValueError(f"verify: {sentence}")
 
     def _check_precision(self) -> None:
-        """Refuse what has types of its own."""
-        for key in ("precision", "compile"):
-            if getattr(self, key) and self.mode == "auto":
-                raise ValueError(
-                    f"{key}: mode auto runs a plan of operators in the types of the model (choose "
-                    "semi_auto)"
-                )
+        """Refuse what has types of its own, or was not compared."""
         mesh = {} if isinstance(self.mesh, str) else self.mesh
-        for axis in _EXCHANGING_AXES:
-            if self.precision and mesh.get(axis, 1) != 1:
+        axes = [axis for axis in _EXCHANGING_AXES if mesh.get(axis, 1) != 1]
+        for key in (key for key in ("precision", "compile") if getattr(self, key)):
+            if self.mode == "auto":
                 raise ValueError(
-                    f"precision: what ranks exchange over {axis} was not compared in "
-                    f"{self.precision} (leave out one of the two)"
+                    f"{key}: mode auto runs operators in the types of the model (choose semi_auto)"
                 )
+            if axes:
+                raise ValueError(f"{key}: was not compared over the axis {axes[0]} (leave out one)")
         if self.precision and self.optimizer.dtype:
             raise ValueError(
                 f"precision: {self.precision} chooses optimizer.dtype, which is "
@@ -412,6 +419,12 @@ class ParallelConfig(ConfigSection, frozen=True, kw_only=True):
                     raise ValueError(
                         f"plan[{index}]: mode auto finds a plan, not {name} (choose semi_auto)"
                     )
+
+    def _check_context(self) -> None:
+        """Refuse several rules that divide the one sequence."""
+        found = [index for index, rule in self._numbered_rules() if rule.style == "context"]
+        if len(found) > 1:
+            raise ValueError(f"plan[{found[1]}].style: context stands in plan[{found[0]}] already")
 
     def _numbered_rules(self) -> list[tuple[int, PlanRule]]:
         """Return the rules of the configuration and their places in `plan`."""
@@ -462,6 +475,7 @@ def _wishes_of_activations(rule: PlanRule) -> dict[str, bool]:
     layout = rule.layout
     return {
         "style: sequence": rule.style == "sequence",
+        "style: context": rule.style == "context",
         "in": rule.inputs is not None,
         "out": rule.out is not None,
         "out_strategy": rule.out_strategy is not None,

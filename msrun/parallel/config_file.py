@@ -31,7 +31,7 @@ from msrun.parallel.config import (
 from msrun.parallel.notation.mindspore_keys import translate
 from msrun.parallel.notation.rules import check_notation
 from msrun.parallel.settings.section import ConfigSection
-from msrun.parallel.settings.servers import Servers, ServerSnapshots, Staleness
+from msrun.parallel.settings.servers import ServerParameters, ServerSnapshots, Staleness
 from msrun.parallel.settings.steps import Checkpoint, Compile, Verify
 from msrun.units import quoted
 
@@ -213,7 +213,7 @@ _SECTIONS: dict[str, type[ConfigSection]] = {
     "pipeline": Pipeline,
     "recompute": Recompute,
     "reduce": Reduce,
-    "servers": Servers,
+    "servers": ServerParameters,
     "sync": Staleness,
     "snapshot": ServerSnapshots,
     "checkpoint": Checkpoint,

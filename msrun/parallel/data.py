@@ -15,8 +15,8 @@ than ranks is refused when the loader is made.
 from __future__ import annotations
 
 import weakref
-from collections.abc import Callable, Iterator, Sized
-from typing import Any, Protocol, TypedDict, cast
+from collections.abc import Callable, Iterable, Iterator, Sized
+from typing import TYPE_CHECKING, Any, Protocol, TypedDict, cast
 
 import msgspec
 import torch
@@ -27,6 +27,9 @@ from msrun.parallel.config import DATA_AXIS
 from msrun.parallel.losses.batch import tensors_in
 from msrun.parallel.rank_context import EpochEnd, LoaderUse, RankContext
 from msrun.worker.beat import beat
+
+if TYPE_CHECKING:
+    from msrun.parallel.data_parallel.stream import StreamLoader
 
 
 class SizedDataset(Protocol):
@@ -168,7 +171,6 @@ class MeshLoader(DataLoader[Any]):
         drop_last: bool = False,
         **options: Any,
     ) -> None:
-        _check(dataset, batch_size, options)
         ranks = context.layout.size(DATA_AXIS)
         self.split = EpochSplit(
             samples=len(dataset),
@@ -250,10 +252,22 @@ class MeshLoader(DataLoader[Any]):
         return order
 
 
-def _check(dataset: SizedDataset, batch_size: int, options: dict[str, Any]) -> None:
+def make_loader(
+    context: RankContext,
+    dataset: SizedDataset | Iterable[Any],
+    batch_size: int,
+    **options: Any,
+) -> MeshLoader | StreamLoader:
+    """Return a loader of `dataset`; see `Runtime.loader`."""
+    _check(batch_size, options)
     if isinstance(dataset, IterableDataset) or not isinstance(dataset, Sized):
-        hint = "let it yield every rt.world_size-th sample itself, in a DataLoader of its own"
-        raise UsageError(f"rt.loader: {type(dataset).__name__} has no length to divide", hint=hint)
+        from msrun.parallel.data_parallel.stream import StreamLoader
+
+        return StreamLoader(context, dataset, batch_size, **options)
+    return MeshLoader(context, dataset, batch_size, **options)
+
+
+def _check(batch_size: int, options: dict[str, Any]) -> None:
     if batch_size < 1:
         raise UsageError(f"rt.loader: batch_size {batch_size} must be at least 1")
     for name in ("sampler", "batch_sampler"):

@@ -27,6 +27,8 @@ a rank's part is index(a) * size(b) + index(b).  torch lists placements by mesh 
 `tensor.placements` translates.
 """
 
+# tidy: long file, the mesh and what each key asks of it are resolved in one order
+
 from __future__ import annotations
 
 import math
@@ -36,6 +38,7 @@ import msgspec
 
 from msrun.errors import ConfigError
 from msrun.parallel.config import (
+    CONTEXT_AXIS,
     DATA_AXIS,
     PIPELINE_AXIS,
     REST,
@@ -57,6 +60,8 @@ _SHARDED_AXES_MAX = 2
 EXPERT_AXIS = "ep"
 EXPERT_COPIES = "dp_copies_of_experts"
 _EXPERT_STYLE = "experts"
+# Axes that divide samples, tokens or layers, and no operators.
+_OTHER_AXES = (DATA_AXIS, CONTEXT_AXIS, PIPELINE_AXIS)
 
 # Modes in which an axis needs no rule in `plan`.
 _FREE = ("manual", "auto")
@@ -166,11 +171,12 @@ def resolve(config: ParallelConfig, world_size: int) -> MeshLayout:
     for index, rule in enumerate(rules_of(config)):
         if isinstance(rule, str):
             named_axis(rule, layout)
-        else:
+        elif rule.style != "context":
             _check_rule(rule, layout, f"{ROOT}.plan[{index}]")
     _check_mode(config, layout)
     _check_pipeline(config, layout)
-    _check_optimizer(config, layout)
+    _check_context(config, layout)
+    _check_optimizer(config, tokens_as_data(config, layout))
     _check_experts(config, layout)
     _check_dropout(config, layout)
     return layout
@@ -178,7 +184,32 @@ def resolve(config: ParallelConfig, world_size: int) -> MeshLayout:
 
 def plan_axes(layout: MeshLayout) -> tuple[str, ...]:
     """Return the axes that the operator plan may name, in mesh order."""
-    return tuple(name for name in layout.axes if name not in (DATA_AXIS, PIPELINE_AXIS))
+    return tuple(name for name in layout.axes if name not in _OTHER_AXES)
+
+
+def tokens_as_data(config: ParallelConfig, layout: MeshLayout) -> MeshLayout:
+    """Return the mesh on which `dp` has the ranks of `cp` too, if a rule divides sequences.
+
+    Ranks with other tokens of a sequence hold the same weights and other terms of the loss, as
+    those with other samples.
+    """
+    if context_rule(config) is None or layout.size(CONTEXT_AXIS) == 1:
+        return layout
+    axes: dict[str, int] = {}
+    for name, size in layout.axes.items():
+        if name in (DATA_AXIS, CONTEXT_AXIS):
+            axes[DATA_AXIS] = axes.get(DATA_AXIS, 1) * size
+        else:
+            axes[name] = size
+    return MeshLayout(axes)
+
+
+def context_rule(config: ParallelConfig) -> tuple[str, PlanRule] | None:
+    """Return the path and the rule of style `context`; None without one."""
+    for index, rule in enumerate(rules_of(config)):
+        if isinstance(rule, PlanRule) and rule.style == "context":
+            return f"{ROOT}.plan[{index}]", rule
+    return None
 
 
 def rule_axes(layout: MeshLayout) -> RuleAxes:
@@ -298,6 +329,37 @@ def _check_pipeline(config: ParallelConfig, layout: MeshLayout) -> None:
         )
     if config.mode == "auto" and pipeline.stages != "auto":
         raise ConfigError(f"{ROOT}.pipeline.stages: mode auto cuts by itself (choose auto)")
+
+
+def _check_context(config: ParallelConfig, layout: MeshLayout) -> None:
+    """Check what the axis of sequences can be combined with."""
+    found = context_rule(config)
+    if found is None:
+        return
+    key, _ = found
+    names = list(layout.axes)
+    if CONTEXT_AXIS not in names:
+        raise ConfigError(
+            f"{key}.style: context divides sequences over the axis {CONTEXT_AXIS}, which is not in "
+            f"mesh ({', '.join(names)})"
+        )
+    if layout.size(CONTEXT_AXIS) == 1:
+        return
+    if DATA_AXIS in names and names.index(CONTEXT_AXIS) != names.index(DATA_AXIS) + 1:
+        raise ConfigError(
+            f"{ROOT}.mesh.{CONTEXT_AXIS}: stands in ({', '.join(names)}), and must be the next "
+            f"after {DATA_AXIS}"
+        )
+    others = {
+        f"{ROOT}.pipeline": config.pipeline is not None,
+        f"{ROOT}.dropout: exact": config.dropout == "exact",
+        f"{ROOT}.verify": bool(config.verify),
+        f"{ROOT}.mesh.{EXPERT_AXIS}": layout.ep > 0,
+        f"{ROOT}.servers": config.servers is not None,
+    }
+    for other, is_given in others.items():
+        if is_given:
+            raise ConfigError(f"{other} does not know parts of sequences, of {key}.style: context")
 
 
 def _check_optimizer(config: ParallelConfig, layout: MeshLayout) -> None:
@@ -461,7 +523,9 @@ def _axes_of(rule: PlanRule | str, layout: MeshLayout) -> set[str]:
 
 def _named(rule: PlanRule, layout: MeshLayout) -> Iterator[tuple[str, list[str]]]:
     """Yield each key of `rule` that names axes, with its axes in order."""
-    if rule.style:
+    if rule.style == "context":
+        yield "axis", [CONTEXT_AXIS]
+    elif rule.style:
         yield "axis", [style_axis(rule, layout)]
     for name, dims in rule.params.items():
         yield f"params.{name}", _flat(dims)

@@ -9,7 +9,7 @@ from __future__ import annotations
 
 import weakref
 from collections.abc import Iterable, Mapping, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 
 import torch
 import torch.distributed as dist
@@ -17,8 +17,8 @@ from torch import Tensor
 from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
 
 from msrun.errors import ConfigError, ModelError
-from msrun.parallel.config import ParallelConfig
-from msrun.parallel.layout import EXPERT_AXIS, MeshLayout, resolve, root_axes
+from msrun.parallel.config import CONTEXT_AXIS, ParallelConfig
+from msrun.parallel.layout import EXPERT_AXIS, MeshLayout, resolve, root_axes, tokens_as_data
 
 
 @dataclass(frozen=True, slots=True)
@@ -47,10 +47,12 @@ class LoaderUse:
         tensors: Of this rank's batch, for as long as the script keeps them.
         is_due: Whether the last batch is uneven, and nothing has read the weight yet.
         end: Last batch.
+        digest: Of the global batches so far, where all ranks read a whole stream.
     """
 
     value: float = 1.0
     samples: int = 0
+    digest: int = 0
     tensors: Sequence[weakref.ref[Tensor]] = ()
     is_due: bool = False
     end: EpochEnd | None = None
@@ -150,8 +152,18 @@ class Rank:
         Raises:
             ConfigError: The mesh does not fit the number of ranks.
         """
-        layout = resolve(config, self.world_size)
-        mesh = _device_mesh(self.device, layout.axes)
+        configured = resolve(config, self.world_size)
+        mesh = _device_mesh(self.device, configured.axes)
+        layout = tokens_as_data(config, configured)
+        sequence = None
+        if layout is not configured:
+            sequence = SequenceRanks(
+                layout=configured,
+                mesh=mesh,
+                group=mesh.get_group(CONTEXT_AXIS),
+                index=configured.coordinate(self.rank)[CONTEXT_AXIS],
+            )
+            mesh = _device_mesh(self.device, layout.axes)
         axes = root_axes(config, layout)
         # Exact dropout and searched plans compute with one random stream on all ranks.
         is_common = config.dropout == "exact" or config.mode == "auto"
@@ -164,6 +176,7 @@ class Rank:
             mesh=mesh,
             root_mesh=mesh if axes == layout.axes else _device_mesh(self.device, axes),
             stream=0 if is_common else layout.stream(self.rank),
+            sequence=sequence,
         )
 
     def print(self, text: str) -> None:
@@ -186,6 +199,28 @@ class Rank:
 
 
 @dataclass(frozen=True, slots=True, kw_only=True, eq=False)
+class SequenceRanks:
+    """The ranks that share each sequence, which the runtime counts as data-parallel ranks.
+
+    Attributes:
+        layout: The mesh as it is configured.
+        mesh: That mesh with its process groups.
+        group: The ranks of the axis `cp`.
+        index: Of this rank among them.
+    """
+
+    layout: MeshLayout
+    mesh: DeviceMesh
+    group: dist.ProcessGroup
+    index: int
+
+    @property
+    def size(self) -> int:
+        """Number of these ranks."""
+        return self.group.size()
+
+
+@dataclass(frozen=True, slots=True, kw_only=True, eq=False)
 class RankContext(Rank):
     """One rank on its mesh, as `Rank.place` makes it.
 
@@ -196,12 +231,21 @@ class RankContext(Rank):
             its ranks share experts.
         stream: Number of this rank's random stream.  Stream 0 continues the numbers of rank 0, as
             one process would.
+        sequence: Ranks of the axis `cp`, which `dp` of `layout` and `mesh` contains; None without.
     """
 
     layout: MeshLayout
     mesh: DeviceMesh
     root_mesh: DeviceMesh
     stream: int
+    sequence: SequenceRanks | None = None
+
+    @property
+    def configured(self) -> RankContext:
+        """The same rank on the mesh as it is configured, on which `dp` divides samples alone."""
+        if self.sequence is None:
+            return self
+        return replace(self, layout=self.sequence.layout, mesh=self.sequence.mesh, sequence=None)
 
     @property
     def coordinate(self) -> dict[str, int]:

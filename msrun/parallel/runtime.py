@@ -32,7 +32,7 @@ import contextlib
 import functools
 import sys
 import weakref
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from pathlib import Path
 from types import TracebackType
 from typing import IO, TYPE_CHECKING, Any, Self, TypeVar, Unpack
@@ -63,8 +63,10 @@ if TYPE_CHECKING:
     from msrun.parallel.auto.dropout_rng import DropoutRng
     from msrun.parallel.checkpoint.api import Checkpoints
     from msrun.parallel.data import LoaderOptions, MeshLoader, SizedDataset
+    from msrun.parallel.data_parallel.stream import StreamLoader
     from msrun.parallel.deferred.init import DeferredInit
     from msrun.parallel.layers.precision import LossScale
+    from msrun.parallel.losses.metrics import StepMetrics
     from msrun.parallel.servers.remote import RemoteParameters
     from msrun.parallel.sharded_model import KnownOptimizers, ShardedModel
     from msrun.parallel.step import LossFunction
@@ -137,6 +139,12 @@ class Runtime:
         if config.seed is not None:
             seed_everything(config.seed)
 
+    @functools.cached_property
+    def _metrics(self) -> StepMetrics:
+        from msrun.parallel.losses.metrics import StepMetrics
+
+        return StepMetrics()
+
     @property
     def context(self) -> RankContext:
         """This rank on its mesh.
@@ -153,7 +161,7 @@ class Runtime:
         Raises:
             ConfigError: With `mesh: auto`, `shard` was not called yet.
         """
-        return self.context.layout
+        return self.context.configured.layout
 
     @property
     def mesh(self) -> DeviceMesh:
@@ -162,7 +170,7 @@ class Runtime:
         Raises:
             ConfigError: With `mesh: auto`, `shard` was not called yet.
         """
-        return self.context.mesh
+        return self.context.configured.mesh
 
     @property
     def batch_weight(self) -> float:
@@ -181,7 +189,7 @@ class Runtime:
     @property
     def coordinate(self) -> dict[str, int]:
         """Axis name -> this rank's index on it."""
-        return self.context.coordinate
+        return self.context.configured.coordinate
 
     def group(self, axis: str) -> dist.ProcessGroup:
         """Return the process group of this rank along `axis`.
@@ -189,7 +197,7 @@ class Runtime:
         Raises:
             ConfigError: The mesh has no such axis.
         """
-        return self.context.group(axis)
+        return self.context.configured.group(axis)
 
     def print(
         self,
@@ -308,6 +316,7 @@ class Runtime:
         """
         from msrun.parallel.data_parallel.mixed_groups import support_mixed_groups
         from msrun.parallel.data_parallel.optimizer_kinds import check_kind
+        from msrun.parallel.foreach.step_hooks import after_step
         from msrun.parallel.weights.state_dicts import prepare_optimizer
 
         for sharded in self._models.values():
@@ -321,28 +330,31 @@ class Runtime:
         if self.loss_scale:
             optimizer.register_step_pre_hook(self.loss_scale.refuse_plain_step)
         if self._verify_report:
-            optimizer.register_step_post_hook(lambda *_: self._end_if_verified())
+            after_step(optimizer, self._end_if_verified)
         prepare_optimizer(optimizer, is_pipeline=any(m.is_pipeline for m in self._models.values()))
         if self._remote:
             self._remote.attach(optimizer)
         return optimizer
 
     def loader(
-        self, dataset: SizedDataset, batch_size: int, **options: Unpack[LoaderOptions]
-    ) -> MeshLoader:
+        self,
+        dataset: SizedDataset | Iterable[object],
+        batch_size: int,
+        **options: Unpack[LoaderOptions],
+    ) -> MeshLoader | StreamLoader:
         """Return a `DataLoader` over this rank's part of `dataset`.
 
         Args:
-            dataset: A dataset with a length; an iterable dataset is refused.
+            dataset: A dataset with a length, or an iterable one, which every rank reads whole.
             batch_size: Samples of one batch of one data-parallel rank.
             options: `shuffle`, `seed`, `drop_last`, and the options of `DataLoader`.
 
         Raises:
             UsageError: The last batch would leave some rank without a sample.
         """
-        from msrun.parallel.data import MeshLoader
+        from msrun.parallel.data import make_loader
 
-        return MeshLoader(self.context, dataset, batch_size, **options)
+        return make_loader(self.context.configured, dataset, batch_size, **options)
 
     def step(
         self,
@@ -424,7 +436,7 @@ class Runtime:
         *,
         step: int,
         path: str | Path | None = None,
-        loader: MeshLoader | None = None,
+        loader: MeshLoader | StreamLoader | None = None,
         extra: Mapping[str, object] | None = None,
     ) -> None:
         """Write a checkpoint that any number of ranks in any layout can load; all ranks call it.
@@ -450,7 +462,7 @@ class Runtime:
         optimizer: torch.optim.Optimizer | None = None,
         *,
         path: str | Path | None = None,
-        loader: MeshLoader | None = None,
+        loader: MeshLoader | StreamLoader | None = None,
         extra: Mapping[str, object] | None = None,
     ) -> int:
         """Load a checkpoint, or the newest of a directory; return its number of steps.
@@ -472,7 +484,7 @@ class Runtime:
         self,
         model: nn.Module,
         optimizer: torch.optim.Optimizer,
-        loader: MeshLoader | None = None,
+        loader: MeshLoader | StreamLoader | None = None,
         *,
         extra: Mapping[str, object] | None = None,
     ) -> int:
@@ -623,6 +635,26 @@ class Runtime:
         from msrun.parallel.step import mean_over_data
 
         return mean_over_data(self.context, value)
+
+    def metric(self, name: str, total: Tensor | float, count: Tensor | float = 1) -> None:
+        """Note a number of a part of the batch; a loss function calls it.
+
+        Args:
+            name: Of the number.
+            total: Its sum over the part, such as the samples that were right.
+            count: What divides the sum, such as the samples.
+
+        Raises:
+            ModelError: One of them is not one number.
+        """
+        self._metrics.add(self.context, name, total, count)
+
+    def metrics(self) -> dict[str, float]:
+        """Return the quotient of each `metric`, over all ranks and all steps since the last call.
+
+        All ranks call it together, and get the same.
+        """
+        return self._metrics.read(self.context)
 
     def finish(self) -> None:
         """Wait until every checkpoint is written; a process that ends well does so by itself.

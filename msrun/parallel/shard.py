@@ -32,7 +32,7 @@ from msrun.parallel.data_parallel.parameter_hooks import ParameterHooks
 from msrun.parallel.data_parallel.replica_digest import ReplicaDigest
 from msrun.parallel.layers import batch_norm, compiled, micro_batches, precision, recompute
 from msrun.parallel.layers.micro_batches import MicroBatches
-from msrun.parallel.layout import plan_axes, resolve
+from msrun.parallel.layout import context_rule, plan_axes, resolve
 from msrun.parallel.losses.batch import Sample
 from msrun.parallel.match import matching
 from msrun.parallel.rank_context import Rank, RankContext, placed
@@ -48,6 +48,7 @@ from msrun.parallel.sharded_model import (
     ShardedModel,
     each,
     entered,
+    prepare_copies,
     refuse_compiled,
     refuse_copies,
     refuse_hooks,
@@ -57,6 +58,7 @@ from msrun.parallel.tensor.plan import ModulePlan, ModuleShape, NamedRules, plan
 # Functions below import `torch.distributed.tensor` only where the configuration needs it: that
 # takes a second, and a rank that was not forked would wait for it.
 if TYPE_CHECKING:
+    from msrun.parallel.context.sequences import Sequences
     from msrun.parallel.deferred.fill import Weights
     from msrun.parallel.tensor.guard import Guard
 
@@ -297,8 +299,11 @@ def _make_parallel(
 ) -> ShardedModel:
     """Make modules and parameters of `model` parallel; `weights` fill a model of `init_on_meta`."""
     config = resolved.config
+    sequences = _divide_sequences(context, config, model)
     switch = compiled.Switch()
     guard, experts = _change_modules(context, model, resolved, switch)
+    if sequences:
+        sequences.cover(model, guard.active if guard else contextlib.nullcontext)
     zero = None
     # After the plan: `fully_shard` shards DTensors once more, but a plan takes plain parameters.
     if config.optimizer.zero and context.layout.size(DATA_AXIS) > 1:
@@ -306,11 +311,7 @@ def _make_parallel(
             config, context, model, resolved.plans, excluded=resolved.excluded, experts=experts
         )
     if weights is not None:
-        from msrun.parallel.deferred.fill import fill
-
-        is_offloaded = zero is not None and config.optimizer.offload
-        on_host = set(model.parameters()) - zero.replicated if zero and is_offloaded else set()
-        fill(model, weights, context.device, on_host)
+        _fill(context, config, model, weights, zero)
     hooks = _find_hooks(context, model, zero, originals)
     if guard:
         from msrun.parallel.tensor.hooks import watch
@@ -318,10 +319,10 @@ def _make_parallel(
         watch(model, hooks.check)
     precision.apply(config, model, context.device)
     snapshot = _snapshot(config, model, zero)
-    _prepare_copies(context, config, model)
+    prepare_copies(config, model, is_zero=zero is not None)
     if zero:
         zero.order.check = partial(each, hooks.check, context.batch.check)
-    return ShardedModel(
+    state = ShardedModel(
         model,
         originals.references(),
         reductions.find(
@@ -333,7 +334,7 @@ def _make_parallel(
             excluded=resolved.excluded,
             experts=experts,
         ),
-        partial(entered, _computing(model, guard, zero, config.optimizer.zero)),
+        partial(entered, _computing(model, sequences, guard, zero, config.optimizer.zero)),
         microbatches=config.accumulate,
         is_pipeline=config.pipeline is not None,
         excluded=resolved.excluded,
@@ -345,6 +346,22 @@ def _make_parallel(
         exchanges_tokens=bool(experts),
         uncompiled=switch.off,
     )
+    state.sequences = sequences
+    return state
+
+
+def _fill(
+    context: RankContext,
+    config: ParallelConfig,
+    model: nn.Module,
+    weights: Weights,
+    zero: reductions.Zero | None,
+) -> None:
+    from msrun.parallel.deferred.fill import fill
+
+    is_offloaded = zero is not None and config.optimizer.offload
+    on_host = set(model.parameters()) - zero.replicated if zero and is_offloaded else set()
+    fill(model, weights, context.device, on_host)
 
 
 def _replicas(
@@ -354,23 +371,23 @@ def _replicas(
     return digest if context.world_size > 1 else None
 
 
-def _prepare_copies(context: RankContext, config: ParallelConfig, model: nn.Module) -> None:
-    """Have `copy.deepcopy` say why it does not work on `model`, where it does not."""
-    if config.pipeline:
-        refuse_copies(model, f"{ROOT}.pipeline")
-    elif config.optimizer.zero and context.layout.size(DATA_AXIS) > 1:
-        refuse_copies(model, f"{ROOT}.optimizer.zero")
-
-
 def _computing(
-    model: nn.Module, guard: Guard | None, zero: reductions.Zero | None, level: int
+    model: nn.Module,
+    sequences: Sequences | None,
+    guard: Guard | None,
+    zero: reductions.Zero | None,
+    level: int,
 ) -> list[Context]:
     """Return the contexts of loss and backward pass."""
-    contexts: list[Context] = [guard.active_with_loss] if guard else []
+    contexts: list[Context] = [sequences.active] if sequences else []
+    if guard:
+        contexts.append(guard.active_with_loss)
     if zero:
         from msrun.parallel.data_parallel.zero import named_errors
 
         contexts.append(partial(named_errors, model, level))
+    if sequences:
+        contexts.append(sequences.watched)
     return contexts
 
 
@@ -456,6 +473,18 @@ def _share_experts(
     from msrun.parallel.experts import routed
 
     return routed.apply(config, context, model, plans)
+
+
+def _divide_sequences(
+    context: RankContext, config: ParallelConfig, model: nn.Module
+) -> Sequences | None:
+    """Apply style `context`; None without one."""
+    found = context_rule(config)
+    if found is None or context.sequence is None:
+        return None
+    from msrun.parallel.context.apply import divide
+
+    return divide(*found, context.sequence, model)
 
 
 def _shard_operators(

@@ -20,6 +20,7 @@ from torch.nn import Parameter
 from msrun.errors import ModelError
 from msrun.parallel.config import ROOT, ParallelConfig
 from msrun.parallel.foreach.global_hooks import check_global_hooks
+from msrun.parallel.foreach.step_hooks import before_step
 
 if TYPE_CHECKING:
     from msrun.parallel.auto.dropout_rng import DropoutRng
@@ -108,6 +109,14 @@ class _Verifier(Protocol):
     def watch(self, optimizer: torch.optim.Optimizer, /) -> None: ...
 
 
+class _Sequences(Protocol):
+    """The part of each sequence that a rank has; `context.sequences` has it."""
+
+    def cut(self, model: nn.Module, batch: Any, /) -> Any: ...
+
+    def begin(self, part: Any, /) -> None: ...
+
+
 class OriginalParameters:
     """The parameters of a model before the first change, to recognise stale optimizers later.
 
@@ -158,6 +167,14 @@ def refuse_copies(model: nn.Module, reason: str) -> None:
         )
 
     model.__deepcopy__ = refused  # type: ignore[assignment]
+
+
+def prepare_copies(config: ParallelConfig, model: nn.Module, *, is_zero: bool) -> None:
+    """Have `copy.deepcopy` say why it does not work on `model`, where it does not."""
+    if config.pipeline:
+        refuse_copies(model, f"{ROOT}.pipeline")
+    elif is_zero:
+        refuse_copies(model, f"{ROOT}.optimizer.zero")
 
 
 _HOOKS = (
@@ -229,6 +246,7 @@ class ShardedModel:
     Attributes:
         is_described: Whether the first step has begun, which prints the pipeline.
         is_watched: Whether a step was looked at for what mixes samples, and not refused.
+        sequences: The part of each sequence that a rank has; None without style `context`.
         known: What is known of each output of a micro-batch of a plan of mode auto.
         verifier: Compares the first steps with one process; None without `verify`.
         origin: Names and library of the model before `shard`.
@@ -237,6 +255,7 @@ class ShardedModel:
     verifier: _Verifier | None = None
     origin: Origin | None = None
     is_watched = False
+    sequences: _Sequences | None = None
     known: Sequence[Known] = ()
 
     def __init__(
@@ -371,7 +390,7 @@ class ShardedModel:
         replicas = self.replicas
         if replicas and optimizer not in self._watched and self.holds(optimizer):
             self._watched.add(optimizer)
-            optimizer.register_step_pre_hook(lambda *_: replicas.count_step())
+            before_step(optimizer, replicas.count_step)
 
     def holds(self, optimizer: torch.optim.Optimizer) -> bool:
         """Return whether `optimizer` trains a parameter of this model."""

@@ -66,6 +66,8 @@ def run_step(
     if context.batch.end:
         _check_end(context.batch.end, sharded, returns_loss=loss_fn is None)
     values = StepBatch(*move(tuple(values), context.device))
+    if sharded.sequences:
+        values = sharded.sequences.cut(model, values)
     optimizer.zero_grad()
     scale = loss_scale.value if loss_scale else 1.0
     compute = partial(_gradients, config, context, sharded, loss_fn, values, scale=scale)
@@ -238,15 +240,15 @@ def _train(
     # So do experts exchange tokens.
     must_join = sharded.order is not None or sharded.exchanges_tokens
     may_skip = ranks.size > 1 and not must_join
-    # A plan of mode auto has the samples of all ranks, and micro-batches have not.
-    has_all = sharded.has_fixed_shapes and len(parts) == 1
-    looks = looks and not (has_all or tally.is_whole or is_compiled(model))
+    looks = looks and _may_look(sharded, tally, len(parts))
     if looks and len(parts) > 1:
         tally.may_refuse()
     for index, part in enumerate(parts):
         is_last = index == len(parts) - 1
         with sharded.completed() if is_last else sharded.paused(), sharded.computing():
             samples = batch_size(part)
+            if sharded.sequences:
+                sharded.sequences.begin(part)
             measured = known if dim else samples
             if looks and not index:
                 watch = SampleWatch(
@@ -268,6 +270,12 @@ def _train(
     if not objective.requires_grad and all(param.grad is None for param in sharded.parameters()):
         raise ModelError("the loss of no rank depends on a parameter that is trained")
     return tally
+
+
+def _may_look(sharded: ShardedModel, tally: LossTally, parts: int) -> bool:
+    # A plan of mode auto has the samples of all ranks, and micro-batches have not.
+    has_all = sharded.has_fixed_shapes and parts == 1
+    return not (has_all or tally.is_whole or is_compiled(sharded.model()))
 
 
 def _check_joins(context: RankContext, sharded: ShardedModel, loss: Tensor) -> None:

@@ -127,16 +127,6 @@ def functional_collective(name: str, x: Tensor, *options: Any, group: dist.Proce
     return result
 
 
-def functional_collectives(
-    name: str, tensors: Sequence[Tensor], *options: Any, group: dist.ProcessGroup
-) -> list[Tensor]:
-    """Run the functional collective `name` on each of `tensors`, all before any is waited for."""
-    operators = torch.ops._c10d_functional  # noqa: SLF001 - the public operators are in place
-    run = getattr(operators, name)
-    pending = [run(x, *options, group.group_name) for x in tensors]
-    return [operators.wait_tensor(result) for result in pending]
-
-
 def is_active(mode: TorchFunctionMode) -> bool:
     """Return whether functions that are called now pass through `mode`.
 
@@ -681,6 +671,11 @@ def is_higher_order(target: object) -> bool:
 def is_compiled(module: nn.Module) -> bool:
     """Return whether `module` is what `torch.compile` returns for a module."""
     return hasattr(module, "_orig_mod")
+
+
+def is_compiled_in_place(module: nn.Module) -> bool:
+    """Return whether `module.compile()` was called."""
+    return module._compiled_call_impl is not None  # noqa: SLF001 - there is no public form
 
 
 @contextmanager

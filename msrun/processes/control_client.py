@@ -11,12 +11,15 @@ from msrun.cluster.wire.control_messages import (
     Denied,
     GetNodes,
     GetRanks,
+    GetServers,
     NodeRow,
     Nodes,
     Question,
     RankRow,
     Ranks,
     Reply,
+    ServerRow,
+    Servers,
 )
 from msrun.errors import (
     AuthenticationError,
@@ -94,6 +97,14 @@ class ControlClient:
         following: int | None = 0
         while following is not None:
             page = self.ask(GetRanks(first=following), Ranks)
+            yield from page.rows
+            following = page.following
+
+    def servers(self) -> Iterator[ServerRow]:
+        """Yield all parameter servers of the job, as they are while they are being read."""
+        following: int | None = 0
+        while following is not None:
+            page = self.ask(GetServers(first=following), Servers)
             yield from page.rows
             following = page.following
 

@@ -23,8 +23,9 @@ from msrun.processes.ending import VERDICT_FILE
 from msrun.supervise import logs
 
 _JOURNAL = re.compile(r"msrun(_.*)?\.log")
-_OURS = r"(mindspore_)?scheduler\.log|filtered_std(out|err)(_.*)?\.log|hang_\d+\.txt|" + re.escape(
-    VERDICT_FILE
+_OURS = (
+    r"(mindspore_)?scheduler\.log|server_\d+\.log|filtered_std(out|err)(_.*)?\.log|hang_\d+\.txt|"
+    + re.escape(VERDICT_FILE)
 )
 _EARLIER = re.compile(r"earlier-([1-9]\d{0,8})")
 _NUMBERS = ("rank", "local_rank")

@@ -10,7 +10,7 @@ from msrun.supervise.forkserver import Roles
 from msrun.supervise.orders import Configure
 from msrun.supervise.reaper import Next
 from msrun.worker import mindspore, stdio
-from msrun.worker.bootstrap import become_worker
+from msrun.worker.bootstrap import become_server, become_worker
 from msrun.worker.early_variables import why_exec
 from msrun.worker.mindspore_call import MindSporeCall
 from msrun.worker.store.process import become_store
@@ -32,6 +32,7 @@ def _forkserver_main(
     roles = Roles(
         worker=become_worker,
         store=become_store,
+        server=become_server,
         mindspore=mindspore.become_scheduler,
         without_torch=mindspore.ready_without_torch,
         why_exec=why_exec,

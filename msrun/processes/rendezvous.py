@@ -25,6 +25,7 @@ def formation(job: JobSpec) -> Formation:
         release=__version__,
         python=f"{sys.version_info[0]}.{sys.version_info[1]}" if has_python else "",
         torch=_version_of("torch") if has_python else "",
+        servers=job.servers,
     )
 
 

@@ -1,7 +1,8 @@
 """Cgroup v2 around a job, where the user may make one.
 
 The layout is `<own cgroup>/msrun-<job>.<random>/g<generation>`: the forkserver sits in the
-first, the workers of a generation in the second, so that one write to `cgroup.kill`
+first, the workers of a generation in the second, parameter servers in `servers` beside it, so that
+one write to `cgroup.kill`
 ends a generation or the whole job, fork bombs included.  The reaper stays outside:
 leaving at the end would make it wait for the kernel for some 40 ms.
 """
@@ -45,6 +46,18 @@ def generation_dir(directory: str, generation: int) -> str:
 def enter_generation(directory: str, generation: int) -> None:
     """Move the calling process among the workers of `generation`."""
     path = Path(generation_dir(directory, generation))
+    path.mkdir(exist_ok=True)
+    enter(str(path))
+
+
+def servers_dir(directory: str) -> str:
+    """Return where the parameter servers live."""
+    return str(Path(directory, "servers"))
+
+
+def enter_servers(directory: str) -> None:
+    """Move the calling process among the parameter servers."""
+    path = Path(servers_dir(directory))
     path.mkdir(exist_ok=True)
     enter(str(path))
 

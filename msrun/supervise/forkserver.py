@@ -44,9 +44,13 @@ from msrun.supervise.orders import (
     Ping,
     Pong,
     Ready,
+    ServerExited,
+    ServerSignal,
+    ServerSpawned,
     SignalWorkers,
     Spawned,
     SpawnMindSpore,
+    SpawnServer,
     SpawnStore,
     SpawnWorker,
 )
@@ -79,6 +83,7 @@ class SpawnContext:
 
 BecomeWorker = Callable[[SpawnContext, SpawnWorker, Sequence[int]], Next]
 BecomeStore = Callable[[SpawnContext, SpawnStore], Next]
+BecomeServer = Callable[[SpawnContext, SpawnServer], Next]
 BecomeMindSpore = Callable[[SpawnContext, SpawnMindSpore], Next]
 
 
@@ -109,6 +114,7 @@ class Roles:
     Args:
         worker: Turns a fresh fork into a worker, like those that follow.
         store: Into the store.
+        server: Into a parameter server.
         mindspore: Into MindSpore's scheduler.
         without_torch: Says that the node is ready as it is, if its workers use MindSpore.
         why_exec: Tells why a program needs interpreters of its own; empty when it does not.
@@ -118,6 +124,7 @@ class Roles:
 
     worker: BecomeWorker
     store: BecomeStore
+    server: BecomeServer
     mindspore: BecomeMindSpore
     without_torch: Callable[[Configure], Ready | None]
     why_exec: Callable[[Configure], str]
@@ -138,6 +145,7 @@ class _Child:
     generation: int
     rank: int | None
     is_mindspore: bool = False
+    server: int | None = None
 
 
 @dataclass(slots=True)
@@ -190,8 +198,12 @@ class Forkserver:
                 self.roles.door.expect(order)
             case SpawnMindSpore():
                 self._fork_mindspore(order)
+            case SpawnServer():
+                self._fork_server(order)
             case SignalWorkers():
                 self._signal(order)
+            case ServerSignal():
+                self._signal_servers(order)
             case Ping():
                 self.channel.send(Pong())
 
@@ -218,6 +230,14 @@ class Forkserver:
         self._lazy_store = None
         child = _Child(order.generation, None)
         self._fork(child, partial(self.roles.store, self.context, order))
+
+    def _fork_server(self, order: SpawnServer) -> None:
+        child = _Child(-1, None, server=order.server)
+        if order.until is not None and time.monotonic() >= order.until:
+            self._report_exit(0, child, _CANNOT_START, "the node was cut off meanwhile")
+            return
+        if pid := self._fork(child, partial(self.roles.server, self.context, order)):
+            self.channel.send(ServerSpawned(server=order.server, pid=pid, at=time.monotonic()))
 
     def _on_mindspore_call(self) -> None:
         order = self.roles.door.answer()
@@ -261,10 +281,15 @@ class Forkserver:
             return
         # Only this process reaps its children, so none of these pids can have been reused.
         for pid, child in self._children.items():
-            if child.rank not in order.ranks:
+            if child.rank not in order.ranks:  # None, of a store or a server, never is
                 continue
             # A child that has just been forked leads no group yet.
             if not order.group or not process.kill(-pid, order.signum):
+                process.kill(pid, order.signum)
+
+    def _signal_servers(self, order: ServerSignal) -> None:
+        for pid, child in self._children.items():
+            if child.server in order.servers:
                 process.kill(pid, order.signum)
 
     def _reap(self) -> None:
@@ -277,13 +302,18 @@ class Forkserver:
                 self._report_exit(pid, child, status)
 
     def _report_exit(self, pid: int, child: _Child, status: int, reason: str = "") -> None:
+        at = time.monotonic()
+        if child.server is not None:
+            end = ServerExited(server=child.server, pid=pid, status=status, at=at, reason=reason)
+            self.channel.send(end)
+            return
         self.channel.send(
             Exited(
                 generation=child.generation,
                 rank=child.rank,
                 pid=pid,
                 status=status,
-                at=time.monotonic(),
+                at=at,
                 reason=reason,
                 is_mindspore=child.is_mindspore,
             )

@@ -9,7 +9,7 @@ from pathlib import Path
 import msgspec
 
 from msrun.backend import WorkerPlan
-from msrun.environ import HcclNeeds, WorkerIdentity, hccl_env, worker_env
+from msrun.environ import HcclNeeds, ServersIdentity, WorkerIdentity, hccl_env, worker_env
 from msrun.job import STOP_SIGNALS, JobSpec
 from msrun.supervise import affinity, network
 from msrun.supervise.affinity import AffinityPlan
@@ -113,6 +113,16 @@ def config_file(run_dir: str) -> str:
 def tls_directory(run_dir: str) -> str:
     """Return where the keys for TLS between workers are."""
     return str(Path(run_dir, "tls"))
+
+
+def servers_directory(run_dir: str) -> str:
+    """Return where the parameter servers of this node keep their files."""
+    return str(Path(run_dir, "servers"))
+
+
+def server_log_file(job: JobSpec, number: int | str) -> str:
+    """Return the log of a parameter server."""
+    return str(Path(job.log_dir, f"server_{number}.log"))
 
 
 def plan_affinity(job: JobSpec, machine: Machine) -> AffinityPlan:
@@ -232,7 +242,16 @@ def _identity(
         interface=interface,
         rank_table=job.rank_table,
         data_tls=tls_directory(placement.run_dir) if job.data_tls else "",
+        servers=servers_identity(job, placement.run_dir),
     )
+
+
+def servers_identity(job: JobSpec, run_dir: str) -> ServersIdentity | None:
+    """Return the parameter servers as processes of this node see them; None without any."""
+    if not job.servers:
+        return None
+    directory = servers_directory(run_dir)
+    return ServersIdentity(total=job.servers, directory=directory, address=job.address)
 
 
 def join_seconds(job: JobSpec) -> int:

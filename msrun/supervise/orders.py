@@ -9,6 +9,9 @@ from __future__ import annotations
 
 import msgspec
 
+# The module of a parameter server, which imports torch: only it and the forkserver load it.
+SERVER = "msrun.parallel.servers.process"
+
 
 class Order(msgspec.Struct, frozen=True, tag=True, kw_only=True):
     """Base of all orders and reports."""
@@ -47,9 +50,15 @@ class Configure(Order, frozen=True, tag=True, kw_only=True):
 
 
 class Sweep(Order, frozen=True, tag=True, kw_only=True):
-    """Kill everything below the reaper but the forkserver."""
+    """Kill everything below the reaper but the forkserver and some of its children.
+
+    Args:
+        generation: The generation that is over.
+        spare: Pids of the parameter servers that live on.
+    """
 
     generation: int
+    spare: list[int] = []
 
 
 class LiveUntil(Order, frozen=True, tag=True, kw_only=True):
@@ -168,6 +177,31 @@ class SpawnMindSpore(Order, frozen=True, tag=True, kw_only=True):
     refusal: str = ""
 
 
+class SpawnServer(Order, frozen=True, tag=True, kw_only=True):
+    """Start a parameter server, which outlives the generations.
+
+    Args:
+        server: Its number.
+        env: Its whole environment.
+        log_file: File that takes its stdout and stderr.
+        banner: Text before its output in a log that is kept; empty for a new log.
+        until: After which it must not start any more, on the monotonic clock; None for ever.
+    """
+
+    server: int
+    env: dict[str, str]
+    log_file: str
+    banner: str = ""
+    until: float | None = None
+
+
+class ServerSignal(Order, frozen=True, tag=True, kw_only=True):
+    """Send `signum` to the living parameter servers among `servers`."""
+
+    servers: list[int]
+    signum: int
+
+
 class SignalWorkers(Order, frozen=True, tag=True, kw_only=True):
     """Send `signum` to the living workers among `ranks`, or to their process groups."""
 
@@ -231,6 +265,32 @@ class Spawned(Order, frozen=True, tag=True, kw_only=True):
     at: float
 
 
+class ServerSpawned(Order, frozen=True, tag=True, kw_only=True):
+    """A parameter server exists; its program may not have begun."""
+
+    server: int
+    pid: int
+    at: float
+
+
+class ServerExited(Order, frozen=True, tag=True, kw_only=True):
+    """A parameter server ended.
+
+    Args:
+        server: Its number.
+        pid: Its pid, 0 when it could not be started.
+        status: As of `waitpid`.
+        at: When, on this machine's monotonic clock.
+        reason: Why it could not be started; empty otherwise.
+    """
+
+    server: int
+    pid: int
+    status: int
+    at: float
+    reason: str = ""
+
+
 class Exited(Order, frozen=True, tag=True, kw_only=True):
     """A worker ended; when `rank` is None, MindSpore's scheduler or the store.
 
@@ -255,5 +315,7 @@ class Exited(Order, frozen=True, tag=True, kw_only=True):
 
 ReaperOrder = Configure | LiveUntil | Sweep | Ping
 ReaperReport = Swept | ForkserverStarted | ForkserverExited | Pong
-ForkserverOrder = SpawnWorker | SpawnStore | SpawnMindSpore | SignalWorkers | Ping
-ForkserverReport = Ready | Spawned | Exited | Pong
+ForkserverOrder = (
+    SpawnWorker | SpawnStore | SpawnMindSpore | SpawnServer | SignalWorkers | ServerSignal | Ping
+)
+ForkserverReport = Ready | Spawned | Exited | ServerSpawned | ServerExited | Pong

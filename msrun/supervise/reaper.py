@@ -26,7 +26,7 @@ import shutil
 import signal
 import socket
 import time
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Collection, Sequence
 from dataclasses import dataclass, field
 from functools import partial
 
@@ -164,25 +164,30 @@ class Reaper:
         match order:
             case LiveUntil():
                 self._lease = order
-            case Sweep(generation=generation):
-                self._lease = None
-                stuck = self._kill_generation(generation)
+            case Sweep(generation=generation, spare=servers):
+                # Servers that live on are bound to the lease as workers are.
+                self._lease = self._lease if servers else None
+                stuck = self._kill_generation(generation, servers)
                 self.channel.send(Swept(generation=generation, stuck=stuck))
             case Ping():
                 self.channel.send(Pong())
 
     def _fence(self) -> None:
-        """Kill the workers: the scheduler may take this node for lost by now."""
+        """Kill workers and servers: the scheduler may take this node for lost by now."""
         if self._lease:
             self._kill_generation(self._lease.generation)
             self._lease = None
 
-    def _kill_generation(self, generation: int) -> list[str]:
-        """Kill everything but the forkserver; describe the processes that stay."""
-        cgroup = self.configure.cgroup
-        directory = containment.generation_dir(cgroup, generation) if cgroup else ""
-        stuck = self._kill_until_gone(self.forkserver, [directory] if cgroup else [])
-        containment.remove(directory)
+    def _kill_generation(self, generation: int, servers: Collection[int] = ()) -> list[str]:
+        """Kill everything but the forkserver and `servers`; describe the processes that stay."""
+        cgroups = []
+        if cgroup := self.configure.cgroup:
+            cgroups = [containment.generation_dir(cgroup, generation)]
+            if not servers:
+                cgroups.append(containment.servers_dir(cgroup))
+        stuck = self._kill_until_gone(self.forkserver, cgroups, servers)
+        for directory in cgroups[:1]:
+            containment.remove(directory)
         return stuck
 
     def _end(self) -> None:
@@ -197,8 +202,12 @@ class Reaper:
         shutil.rmtree(self.configure.run_dir, ignore_errors=True)
         self.channel.send(Swept(generation=-1, stuck=stuck))
 
-    def _kill_until_gone(self, spare: int | None, cgroups: Sequence[str]) -> list[str]:
+    def _kill_until_gone(
+        self, spare: int | None, cgroups: Sequence[str], servers: Collection[int] = ()
+    ) -> list[str]:
         """SIGKILL all descendants but `spare` until none is left; describe those that stay.
+
+        Children of `spare` among `servers` stay too, with all below them.
 
         It is a loop because processes fork while they are being killed; one that forks faster
         than the loop runs is killed with its cgroup, one of `cgroups`.  Trackers of shared memory
@@ -210,7 +219,8 @@ class Reaper:
         pause = _PAUSE_MAX if spare is None else 0.001
         while True:
             waited = time.monotonic() - started
-            alive = self._kill_once(spare, cgroups, spare_trackers=waited < TRACKER_GRACE)
+            spared = self._spared(spare, servers)
+            alive = self._kill_once(spared, cgroups, spare_trackers=waited < TRACKER_GRACE)
             self._stuck.intersection_update(alive)  # the kernel may reuse the pids of the others
             if not alive and (spare is not None or self._no_child_left):
                 self._remove_shared_memory()
@@ -239,12 +249,22 @@ class Reaper:
             select.select([self.wakeup], [], [], left)
             self._reap()
 
+    @staticmethod
+    def _spared(spare: int | None, servers: Collection[int]) -> set[int]:
+        if spare is None:
+            return set()
+        spared = {spare}
+        # The pid of one that ended just now may be another process's, but no child of `spare`.
+        for pid in set(process.children(spare)).intersection(servers) if servers else ():
+            spared.update((pid, *process.descendants(pid)))
+        return spared
+
     def _kill_once(
-        self, spare: int | None, cgroups: Sequence[str], *, spare_trackers: bool
+        self, spared: Collection[int], cgroups: Sequence[str], *, spare_trackers: bool
     ) -> list[int]:
         """Kill the processes that live now; return them, with the trackers that were spared."""
         self._reap()
-        if spare is None and self._no_child_left:
+        if not spared and self._no_child_left:
             return []
         for directory in cgroups:
             members = containment.members(directory)
@@ -253,7 +273,7 @@ class Reaper:
                 containment.kill(directory)
         alive = []
         for pid in process.descendants(os.getpid()):
-            if pid == spare:
+            if pid in spared:
                 continue
             alive.append(pid)
             self._killed.add(pid)

@@ -7,6 +7,7 @@ and any other program is exec'ed as it is.
 
 from __future__ import annotations
 
+import importlib
 import json
 import os
 import random
@@ -23,7 +24,7 @@ from typing import NoReturn
 from msrun import entry, environ
 from msrun.supervise import containment, logs, memory_policy, process, title
 from msrun.supervise.forkserver import SpawnContext
-from msrun.supervise.orders import SpawnWorker
+from msrun.supervise.orders import SERVER, SpawnServer, SpawnWorker
 from msrun.supervise.reaper import Next
 from msrun.worker import (
     early_variables,
@@ -75,6 +76,48 @@ def become_worker(context: SpawnContext, order: SpawnWorker, streams: Sequence[i
     except OSError as error:
         os.write(2, f"msrun: cannot start rank {order.rank}: {error}\n".encode())
         os._exit(_NOT_FOUND if isinstance(error, FileNotFoundError) else _NOT_EXECUTABLE)
+
+
+def become_server(context: SpawnContext, order: SpawnServer) -> Next:
+    """Turn this fresh fork into the parameter server of `order`."""
+    configure = context.configure
+    try:
+        _leave_forkserver(context)
+        if configure.cgroup:
+            containment.enter_servers(configure.cgroup)
+        stdio.redirect(order.log_file, append=bool(order.banner), banner=order.banner)
+        _close_stdin()
+        environ.install(order.env)
+        if context.fork:
+            math_threads.follow_environment(was=configure.threads)
+            _reseed()
+            _name_main_thread()
+            _hear_signals(context)
+            return _run_server
+        _hear_signals(context, is_exec=True)
+        python = [sys.executable, str(Path(entry.__file__)), f"{__name__}:run_server"]
+        os.execv(sys.executable, python)  # noqa: S606 - no shell is wanted
+    except OSError as error:
+        os.write(2, f"msrun: cannot start server {order.server}: {error}\n".encode())
+        os._exit(_NOT_EXECUTABLE)
+
+
+def run_server(_arguments: list[str]) -> NoReturn:
+    """Be a parameter server, in an interpreter of its own, until it is ended."""
+    stdio.install()
+    _run_server()
+
+
+def _run_server() -> NoReturn:
+    title.set_name("msrun server")
+    title.show_as(["msrun", "server", *environ.server_words()], environ.current())
+    code = main_module.ERROR
+    try:
+        code = importlib.import_module(SERVER).main()
+    except BaseException as error:  # noqa: BLE001 - the last one before the process's end
+        record_error(error)
+        traceback.print_exception(error)
+    main_module.leave(code)
 
 
 def main(arguments: list[str]) -> NoReturn:

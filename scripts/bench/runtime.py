@@ -9,7 +9,9 @@ Both models live in the same ranks and take turns, a few steps each, so that wha
 machine does meets both.  Beside the time stands the CPU time of all ranks, which others disturb
 less.  The hand-written ones use `DistributedDataParallel`, `fully_shard`, `parallelize_module`
 and `torch.distributed.pipelining`; `hybrid`, pp x dp x tp, the last two, and one all-reduce of
-all gradients over dp, as `DistributedDataParallel` takes no divided parameters.
+all gradients over dp, as `DistributedDataParallel` takes no divided parameters.  `ep` is the
+mixture of `examples/train_moe.py`, whose hand-written form sorts tokens by expert, exchanges them
+by `all_to_all_single`, and has `DistributedDataParallel` ignore the experts.
 """
 
 from __future__ import annotations
@@ -28,13 +30,14 @@ import time
 from collections.abc import Callable
 from pathlib import Path
 from types import ModuleType
-from typing import Any
+from typing import Any, cast
 
 sys.path.insert(0, str(Path(__file__).resolve().parents[2]))
 
 import torch
 import torch.distributed as dist
 from torch import Tensor, nn
+from torch.distributed._functional_collectives import all_to_all_single_autograd
 from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
 from torch.distributed.fsdp import fully_shard
 from torch.distributed.pipelining import PipelineStage, Schedule1F1B
@@ -73,6 +76,10 @@ CONFIGS: dict[str, dict[str, Any]] = {
     "zero3": {"mesh": {"dp": -1}, "optimizer": {"zero": 3}},
     "tp": {"mesh": {"tp": -1}, "plan": LAYER_PLAN},
     "pp": {"mesh": {"pp": -1}},  # and a pipeline, whose stages depend on the ranks
+    "ep": {
+        "mesh": {"ep": -1},
+        "plan": [{"match": "*.experts", "style": "experts", "axis": "ep"}],
+    },
     "hybrid": {"mesh": {"pp": 2, "dp": 2, "tp": 2}, "plan": LAYER_PLAN},  # and such a pipeline
 }
 HYBRID_RANKS = 8  # whatever --ranks says of the others
@@ -192,7 +199,7 @@ def _time_init(config: dict[str, Any], rank: int, ranks: int) -> float:
 def _train(name: str, turns: int, rank: int, ranks: int) -> tuple[Turns, Turns]:
     del rank
     runtime = msrun.init(_config(name, ranks))
-    lm = _load_example()
+    lm = _load_example("train_moe" if name == "ep" else "train_lm")
     steps = {"ours": _ours(runtime, lm), "plain": _plain(name, lm)}
     copies = runtime.layout.size("dp")
     generator = torch.Generator().manual_seed(runtime.coordinate.get("dp", 0))
@@ -229,11 +236,11 @@ def _config(name: str, ranks: int) -> dict[str, Any]:
     return config | {"pipeline": {"stages": stages, "microbatches": MICROBATCHES}}
 
 
-def _load_example() -> ModuleType:
+def _load_example(name: str) -> ModuleType:
     """Return the example with a model of a size where arithmetic counts."""
-    spec = importlib.util.spec_from_file_location("train_lm", ROOT / "examples" / "train_lm.py")
+    spec = importlib.util.spec_from_file_location(name, ROOT / "examples" / f"{name}.py")
     if spec is None or spec.loader is None:
-        raise SystemExit("examples/train_lm.py is not there")
+        raise SystemExit(f"examples/{name}.py is not there")
     module: Any = importlib.util.module_from_spec(spec)
     spec.loader.exec_module(module)
     module.WIDTH = 256
@@ -242,21 +249,56 @@ def _load_example() -> ModuleType:
 
 def _ours(runtime: Any, lm: Any) -> Step:
     torch.manual_seed(0)
-    model = runtime.shard(lm.GPT(104))
+    model = runtime.shard(_model(lm))
     optimizer = runtime.optimizer(torch.optim.AdamW(model.parameters(), lr=1e-3))
-    return functools.partial(runtime.step, model, optimizer, lm.loss_of)
+    return functools.partial(runtime.step, model, optimizer, _loss_of(lm))
+
+
+def _model(lm: Any) -> nn.Module:
+    model: nn.Module = lm.GPT(104) if hasattr(lm, "GPT") else _Logits(lm.Language(104))
+    return model
+
+
+class _Logits(nn.Module):
+    """Returns the logits of a mixture of experts alone: its other output is for their balance."""
+
+    def __init__(self, model: nn.Module) -> None:
+        super().__init__()
+        self.model = model
+
+    def forward(self, codes: Tensor) -> Tensor:
+        """Return the logits of the next characters."""
+        logits: Tensor = self.model(codes)[0]
+        return logits
+
+
+def _loss_of(lm: Any) -> Callable[[Tensor, Tensor], Tensor]:
+    def entropy(logits: Tensor, target: Tensor) -> Tensor:
+        return nn.functional.cross_entropy(logits.flatten(0, 1), target.flatten())
+
+    found: Callable[[Tensor, Tensor], Tensor] = getattr(lm, "loss_of", entropy)
+    return found
 
 
 def _plain(name: str, lm: Any) -> Step:
     """Return the step of the same model as its users write it without us."""
     torch.manual_seed(0)
-    model: nn.Module = lm.GPT(104)
+    model = _model(lm)
     if name in ("pp", "hybrid"):
         axes = CONFIGS[name]["mesh"] if name == "hybrid" else {"pp": dist.get_world_size()}
         return _Pipeline(
             model, lm, init_device_mesh("cpu", (*axes.values(),), mesh_dim_names=(*axes,))
         )
-    if name == "dp":
+    if name == "ep":
+        for module in list(model.modules()):
+            if isinstance(module, lm.Mixture):
+                module.experts = _Experts(module.experts)
+        own = [name for name, _ in model.named_parameters() if ".experts." in name]
+        # What users of it call.
+        kind: Any = DistributedDataParallel
+        ignore = kind._set_params_and_buffers_to_ignore_for_model  # noqa: SLF001
+        ignore(model, own)
+    if name in ("dp", "ep"):
         model = DistributedDataParallel(model)
     elif name == "zero3":
         for layer in model.layers:  # type: ignore[union-attr]
@@ -265,7 +307,7 @@ def _plain(name: str, lm: Any) -> Step:
     else:
         _divide_layers(model, init_device_mesh("cpu", (dist.get_world_size(),)), lm)
     optimizer = torch.optim.AdamW(model.parameters(), lr=1e-3)
-    return functools.partial(_plain_step, model, optimizer, lm.loss_of)
+    return functools.partial(_plain_step, model, optimizer, _loss_of(lm))
 
 
 def _divide_layers(model: Any, mesh: DeviceMesh, lm: Any) -> None:
@@ -375,6 +417,41 @@ def _attend(lm: Any, block: Any, x: Tensor) -> Tensor:
     found = nn.functional.scaled_dot_product_attention(query, key, value, is_causal=True)
     projected: Tensor = block.project(found.transpose(1, 2).flatten(2))
     return projected
+
+
+class _Experts(nn.Module):
+    """This rank's experts, and the exchange of tokens, as they are written by hand."""
+
+    def __init__(self, whole: Any) -> None:
+        super().__init__()
+        self.ranks, self.rank = dist.get_world_size(), dist.get_rank()
+        self.up = nn.Parameter(whole.up.detach().chunk(self.ranks)[self.rank].clone())
+        self.down = nn.Parameter(whole.down.detach().chunk(self.ranks)[self.rank].clone())
+        for param in self.parameters():
+            param.register_hook(lambda gradient: gradient / self.ranks)
+
+    def forward(self, x: Tensor, index: Tensor, weights: Tensor) -> Tensor:
+        """Return the weighted sums of the chosen experts, of all ranks."""
+        own, exchange = len(self.up), cast("Any", all_to_all_single_autograd)
+        flat = index.flatten()
+        order = flat.argsort(stable=True)
+        counts = torch.bincount(flat, minlength=own * self.ranks)
+        arriving = torch.empty_like(counts)
+        dist.all_to_all_single(arriving, counts)
+        sizes = torch.stack([counts.view(self.ranks, own), arriving.view(self.ranks, own)])
+        sent, received = sizes.sum(2).tolist()
+        rows = exchange(x[order // index.size(1)], received, sent, dist.group.WORLD).wait()
+        of = torch.arange(own).repeat(self.ranks).repeat_interleave(arriving)
+        by = of.argsort(stable=True)
+        parts = rows[by].split(sizes[1].sum(0).tolist())
+        found = [
+            nn.functional.linear(nn.functional.gelu(nn.functional.linear(part, up)), down)
+            for part, up, down in zip(parts, self.up, self.down, strict=True)
+        ]
+        back = torch.cat(found)[by.argsort()]
+        back = exchange(back, sent, received, dist.group.WORLD).wait()
+        back = back * weights.flatten()[order, None]
+        return torch.zeros_like(x).index_add(0, order // index.size(1), back)
 
 
 def _plain_step(

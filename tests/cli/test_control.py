@@ -164,8 +164,7 @@ def test_status_as_json(msrun, job):
         "max_restarts",
         "causes",
         "scheduler_restarts",
-        "verdict",
-        "ranks",
+        *("verdict", "ranks", "servers"),
     ]
     assert (found["schema"], found["job_id"]) == (1, "train-1")
     assert found["nodes"][0] == NODE | {"ranks": [0, 2]}

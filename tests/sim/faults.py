@@ -9,7 +9,7 @@ import time
 import transcript
 from mutants import MUTANTS
 from observer import Violation
-from world import Driver, Settings, World
+from world import GRACE, Driver, Settings, World
 
 # Faults stop here; from then on everything answers within a moment.
 CALM = 60.0
@@ -46,6 +46,9 @@ class Chaos(Driver):
         self.deaths = draw.choice([0.0, 0.01, 0.05])
         self.log_losses = draw.choice([0.0, 0.0, 0.3])
         self.signals = draw.choice([0.0, 0.0, 0.003])
+        # Of their own, so that the other worlds stay as they are.
+        self.dice = random.Random(f"servers {seed}")
+        self.servers = 0
         for name, value in odds.items():
             setattr(self, name, value)
         self.length = draw.choice([5.0, 20.0, 60.0])
@@ -59,6 +62,7 @@ class Chaos(Driver):
             exclude=draw.choice([0, 2, 3]),
             serves=draw.choice(["", "", "", "a"]),
             lease=draw.choice([5.0, 10.0, 10.0, 30.0]),
+            servers=self.servers if least == most else 0,
         )
         self.world = World(settings, build, driver=self)
         self.slots = {name: draw.randint(1, 2) for name in names}
@@ -145,7 +149,7 @@ class Chaos(Driver):
             if not host.is_up:
                 return
             due = host.deadline()
-            if host.kill_at is not None and host.live:
+            if host.kill_at is not None and (host.live or host.servers):
                 self._watch_lease(host)
         if due is None:
             return
@@ -183,7 +187,8 @@ class Chaos(Driver):
     def _on_lease(self, name, incarnation):
         self.timers.pop((name, incarnation, "lease"), None)
         host = self.world.hosts[name]
-        if host.incarnation != incarnation or not host.is_up or not host.live:
+        is_bare = not (host.live or host.servers)
+        if host.incarnation != incarnation or not host.is_up or is_bare:
             return
         if host.clock(self.now) >= host.kill_at - 1e-6:
             self.tell("expire", name)
@@ -265,12 +270,27 @@ class Chaos(Driver):
             if generation is not None and self.random.random() >= self.ignores:
                 self.soon(1.0, "exit", host.name, rank, generation, -signum)
 
-    def swept(self, host, generation):
-        self.soon(0.2, "purge", host.name, host.incarnation, generation)
+    def server_started(self, host, number):
+        if not self.is_calm and self.dice.random() < 0.4:
+            code = self.dice.choice([0, 1, -signal.SIGKILL])
+            after = self.dice.expovariate(1 / self.length)
+            self.at(self.now + after, "server_exit", host.name, number, host.servers[number], code)
 
-    def _on_purge(self, name, incarnation, generation):
+    def servers_signalled(self, host, numbers, signum):
+        ends = [] if signum == signal.SIGCONT else [n for n in numbers if n in host.servers]
+        for number in ends:
+            pid = host.servers[number]
+            # SIGKILL goes the way of orders, which a start on another node cannot overtake.
+            late = 2 * GRACE * self.dice.random() if signum == signal.SIGTERM else 0.0
+            self.at(self.now + late, "server_exit", host.name, number, pid, -signum)
+
+    def swept(self, host, generation, spare):
+        self.soon(0.2, "purge", host.name, host.incarnation, generation, spare)
+
+    def _on_purge(self, name, incarnation, generation, spare):
         if self._lives(name, incarnation):
-            self.tell("sweep", name, generation)
+            words = ["+".join(map(str, spare))] if spare else []
+            self.tell("sweep", name, generation, *words)
 
     def noticed(self, host):
         self.soon(0.05, "notice", host.name)

@@ -19,13 +19,14 @@ import msgspec
 from world import Build
 
 from msrun.cluster.agent import events as agent_events
+from msrun.cluster.agent.servers import NodeServers
 from msrun.cluster.agent.state import AgentState
 from msrun.cluster.agent.uplink import Uplink
 from msrun.cluster.scheduler import wal
 from msrun.cluster.scheduler.events import AgentMessage
 from msrun.cluster.scheduler.peers import AgentLinks
 from msrun.cluster.scheduler.state import SchedulerState
-from msrun.cluster.wire.messages import Drained, Register
+from msrun.cluster.wire.messages import Drained, Register, Stop
 
 
 class StartsLate(AgentState):
@@ -162,8 +163,8 @@ class StartsTooSoon(SchedulerState):
 class LeavesWorkers(AgentState):
     """Ends without a scheduler at once, and not once nothing runs any more."""
 
-    def _stop_alone(self, verdict, _now):
-        return self._conclude(verdict)
+    def _stop_alone(self, verdict, now):
+        return self._conclude(verdict, now)
 
 
 class ForgetsTheFence(Uplink):
@@ -182,9 +183,29 @@ class CountsFromReceipt(Uplink):
         return super().receive(envelope, now=now)
 
 
+class KeepsServers(NodeServers):
+    """Leaves the servers of a node that was cut off to the sweep of its workers."""
+
+    def kill(self):
+        return []
+
+
+class StopsWorkersAlone(AgentState):
+    """Leaves the servers of a generation that the job went on without."""
+
+    def handle(self, event, *, now):
+        if isinstance(event, agent_events.SchedulerMessage) and isinstance(event.body, Stop):
+            body = msgspec.structs.replace(event.body, servers=False)
+            event = msgspec.structs.replace(event, body=body)
+        return super().handle(event, now=now)
+
+
+# Nothing is wrong with this one, whose jobs have parameter servers.
+WITH_SERVERS = "withservers"
 # Name -> what is wrong, and by how much the dice are loaded against it.  No name, nothing wrong.
 MUTANTS = {
     "": (Build(), {}),
+    WITH_SERVERS: (Build(), {"servers": 3}),
     "lateassign": (Build(agent_state=StartsLate), {}),
     "staleidle": (Build(scheduler_state=TakesStaleIdle), {}),
     "nofence": (Build(uplink=ForgetsTheFence, dead_man=False), {}),
@@ -207,4 +228,9 @@ MUTANTS = {
     "anylife": (Build(peers=TakesAnyLife), {"delay": 15.0, "crashes": 0.1}),
     "receipt": (Build(uplink=CountsFromReceipt), {}),
     "leavesworkers": (Build(agent_state=LeavesWorkers), {}),
+    "keepsservers": (Build(servers=KeepsServers), {"servers": 3}),
+    "stopsworkersalone": (
+        Build(agent_state=StopsWorkersAlone),
+        {"servers": 3, "log_losses": 1.0, "deaths": 0.1},
+    ),
 }

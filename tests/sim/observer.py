@@ -29,6 +29,8 @@ class Observer:
         self.changes = 0
         self.forms_anew = False
         self.excluded = set()
+        self.pids = 0
+        self.server_ends = set()  # (server, exit code)
 
     def require(self, condition, promise, *details):
         if not condition:
@@ -38,6 +40,12 @@ class Observer:
         host = self.hosts[loss.node_id]
         is_dead = host.incarnation != loss.incarnation or not host.live or self.verdict
         self.require(is_dead, "I2 a node is lost on which workers live", loss, host.live)
+        is_dead = host.incarnation != loss.incarnation or not host.servers or self.verdict
+        self.require(is_dead, "I13 a node is lost on which servers live", loss, host.servers)
+
+    def observe_server(self, host, number):
+        where = [other.name for other in self.hosts.values() if number in other.servers]
+        self.require(not where, "I13 a server lives twice", number, host.name, where)
 
     def observe_start(self, host, generation, start, ranks):
         self.require(generation in self.announced, "R5 a generation was not written", generation)
@@ -141,9 +149,10 @@ class Observer:
         self.verdict = verdict
         if root := verdict.root:
             code = self.codes[verdict.generation].get(root.rank)
-            self.require(
-                code == (root.code or -(root.signum or 0)), "P8 a root that was none", root
-            )
+            own = root.code or -(root.signum or 0)
+            if root.is_server and (root.rank, own) in self.server_ends:
+                code = own
+            self.require(code == own, "P8 a root that was none", root)
         if verdict.code:
             return
         members = self.announced[verdict.generation].members

@@ -11,6 +11,8 @@ from msrun.cluster.wire.messages import (
     Refused,
     Register,
     Restarting,
+    ServerFailed,
+    ServersChanged,
     Start,
     Stop,
     Waiting,
@@ -26,6 +28,7 @@ def worker_end(rank, *, node_rank=0, first_rank=0, host="a", **words):
     ran_for, age = float(words.pop("ran", 5)), float(words.pop("age", 0))
     flags = {name: words.pop(name, "no") == "yes" for name in ("oom", "core", "stopped", "swept")}
     error = words.pop("error", "")
+    is_server = words.pop("is_server", False)
     assert not words
     return RankExit(
         rank=rank,
@@ -38,7 +41,8 @@ def worker_end(rank, *, node_rank=0, first_rank=0, host="a", **words):
         ran_for=ran_for,
         age=age,
         error=error,
-        log_file=f"logs/worker_{rank}.log",
+        log_file=f"logs/{'server' if is_server else 'worker'}_{rank}.log",
+        is_server=is_server,
         **flags,
     )
 
@@ -47,7 +51,7 @@ def show_verdict(verdict):
     said = f"code={verdict.code} generation={verdict.generation} restarts={verdict.restarts}"
     said += f" reason={verdict.reason!r}"
     if verdict.root:
-        said += f" root={verdict.root.rank}"
+        said += f" root={'server ' * verdict.root.is_server}{verdict.root.rank}"
     for group in verdict.collateral:
         said += f" collateral={group.ranks} {group.how!r}"
     if verdict.finished:
@@ -57,7 +61,7 @@ def show_verdict(verdict):
     return said + (f" hint={verdict.hint!r}" if verdict.hint else "")
 
 
-def show_message(body):  # noqa: C901, PLR0911 - one line a message
+def show_message(body):  # noqa: C901, PLR0911, PLR0912 - one line a message
     match body:
         case Start():
             ranks = f"{body.first_rank}..{body.first_rank + body.count - 1} of {body.world_size}"
@@ -65,7 +69,8 @@ def show_message(body):  # noqa: C901, PLR0911 - one line a message
             serving = " serve_store" if body.serve_store else ""
             return f"Start node={body.node_rank} of {body.nnodes} ranks={ranks} {store}{serving}"
         case Stop():
-            return f"Stop {signal.Signals(body.signum).name} reason={body.reason!r}"
+            servers = " with servers" if body.servers else ""
+            return f"Stop {signal.Signals(body.signum).name}{servers} reason={body.reason!r}"
         case Restarting():
             count = f"{body.restart} of {body.max_restarts}"
             return f"Restarting {count} delay={body.delay:g} reason={body.reason!r}"
@@ -86,5 +91,11 @@ def show_message(body):  # noqa: C901, PLR0911 - one line a message
             return "Drained" + (f" stuck={body.stuck}" if body.stuck else "")
         case Interrupted():
             return f"Interrupted {signal.Signals(body.signum).name}"
+        case ServersChanged():
+            servers = " ".join(f"{s.server}:{s.pid}+{s.restarts}" for s in body.servers)
+            return f"ServersChanged {servers}".rstrip()
+        case ServerFailed():
+            why = f" {body.reason!r}" if body.reason else ""
+            return f"ServerFailed server={body.exit.rank} {body.exit.how()}{why}"
         case NodeFailed():
             return f"NodeFailed code={body.code} reason={body.reason!r}"

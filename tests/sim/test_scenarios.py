@@ -5,6 +5,8 @@ After a deliberate change: `REWRITE=1 pytest tests/sim`, then read the diff befo
 committing it.
 """
 
+# tidy: long file, the commands of both machines share one language.
+
 import inspect
 import os
 import shlex
@@ -16,6 +18,7 @@ import pytest
 from spoken import show_message, show_verdict, worker_end
 
 from msrun.cluster.agent import events as agent_events
+from msrun.cluster.agent import servers as agent_servers
 from msrun.cluster.agent import state as agent_state
 from msrun.cluster.liveness.lease import Lease
 from msrun.cluster.scheduler import events as scheduler_events
@@ -32,6 +35,7 @@ from msrun.cluster.wire.messages import (
     Refused,
     Register,
     Restarting,
+    ServerFailed,
     Start,
     Stop,
     Waiting,
@@ -93,13 +97,14 @@ class SchedulerScript(Script):
         self.written = []
         self.began = []
 
-    def start(
+    def start(  # noqa: PLR0917 - all that users may ask for
         self,
         nnodes="1",
         join_timeout="60",
         last_call="5",
         worker_num=None,
         replaces="no",
+        servers="0",
         **limits,
     ):
         known = inspect.signature(RestartLimits).parameters
@@ -114,6 +119,7 @@ class SchedulerScript(Script):
             world_size=None if worker_num is None else int(worker_num),
             lease=10.0,
             release="1.0",
+            servers=int(servers),
         )
         self.settings = {
             "job_id": "train",
@@ -209,6 +215,10 @@ class SchedulerScript(Script):
     def node_failed(self, node, why="the reaper was killed by SIGKILL", code="120"):
         return self._received(node, NodeFailed(reason=why, code=int(code)))
 
+    def server_failed(self, node, server, reason="", **words):
+        end = worker_end(int(server), host=node, is_server=True, **words)
+        return self._received(node, ServerFailed(exit=end, reason=reason))
+
     def misspeak(self, node):
         """Send what only a scheduler says."""
         return self._received(node, Refused(reason="no", code=2))
@@ -293,8 +303,18 @@ class AgentScript(Script):
         self.concluded = False
 
     def start(  # noqa: PLR0917 - all that a node is made of
-        self, slots="2", grace="10", form_by="inf", join_timeout="0", lease="inf", serves="yes"
+        self,
+        slots="2",
+        grace="10",
+        form_by="inf",
+        join_timeout="0",
+        lease="inf",
+        serves="yes",
+        servers="0",
+        max_restarts="2",
     ):
+        limits = RestartLimits(max_restarts=int(max_restarts))
+        own = agent_servers.NodeServers("train", int(servers), limits)
         register = Register(
             host="a", slots=int(slots), store_host="a", store_port=29500, serves=serves == "yes"
         )
@@ -305,6 +325,7 @@ class AgentScript(Script):
             form_by=float(form_by),
             join_timeout=float(join_timeout),
             lease=Lease(float(lease)),
+            servers=own if own.total else None,
         )
 
     def reached(self):
@@ -343,6 +364,12 @@ class AgentScript(Script):
         end = worker_end(int(rank), **words)
         return agent_events.WorkerEnded(self._generation(generation), end)
 
+    def server_started(self, server, pid):
+        return agent_events.ServerStarted(int(server), int(pid))
+
+    def server_ended(self, server, **words):
+        return agent_events.ServerEnded(worker_end(int(server), is_server=True, **words))
+
     def swept(self, stuck=None, generation=None):
         return agent_events.GenerationSwept(self._generation(generation), (stuck,) if stuck else ())
 
@@ -366,9 +393,9 @@ class AgentScript(Script):
     def _verdict(self, code):
         return Verdict(job_id="train", code=code, reason="as told", generation=0, restarts=0)
 
-    def _start_message(self, count="2", first="0", nnodes="1"):
+    def _start_message(self, count="2", first="0", nnodes="1", node="0"):
         return Start(
-            node_rank=0,
+            node_rank=int(node),
             nnodes=int(nnodes),
             first_rank=int(first),
             count=int(count),
@@ -378,8 +405,9 @@ class AgentScript(Script):
             serve_store=True,
         )
 
-    def _stop_message(self, signum="SIGTERM"):
-        return Stop(reason="rank 1 exited with code 3", signum=signal.Signals[signum])
+    def _stop_message(self, signum="SIGTERM", servers="no"):
+        reason = "rank 1 exited with code 3"
+        return Stop(reason=reason, signum=signal.Signals[signum], servers=servers == "yes")
 
     def _restarting_message(self):
         reason = "rank 1 exited with code 3"
@@ -407,7 +435,7 @@ class AgentScript(Script):
                 assert not self.concluded
                 self.concluded = True
 
-    def _show(self, action):  # noqa: PLR0911 - one line an action
+    def _show(self, action):  # noqa: C901, PLR0911 - one line an action
         match action:
             case agent_events.SendToScheduler(generation=generation, body=body):
                 return f"-> scheduler g{generation} {show_message(body)}"
@@ -423,8 +451,12 @@ class AgentScript(Script):
                 return f"start g{generation} {show_message(start)}"
             case agent_events.ForwardSignal(ranks=ranks, signum=signum):
                 return f"signal {signal.Signals(signum).name} ranks={list(ranks)}"
-            case agent_events.SweepGeneration(generation=generation):
-                return f"sweep g{generation}"
+            case agent_events.SweepGeneration(generation=generation, spare=spare):
+                return f"sweep g{generation}" + (f" spare={list(spare)}" if spare else "")
+            case agent_events.StartServer(server=server, restarts=restarts):
+                return f"start-server {server} restarts={restarts}"
+            case agent_events.SignalServers(servers=servers, signum=signum):
+                return f"signal {signal.Signals(signum).name} servers={list(servers)}"
             case agent_events.Announce(restarting=restarting):
                 return f"announce {show_message(restarting)}"
             case agent_events.Conclude(verdict=verdict):

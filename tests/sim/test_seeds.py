@@ -3,6 +3,7 @@
 import hashlib
 
 import faults
+import mutants
 import pytest
 import transcript
 
@@ -20,6 +21,11 @@ def test_promises_hold_under_faults(start):
     rate = faults.hold(range(start, start + CHUNK))
 
     assert rate >= faults.SEEDS_PER_CPU_SECOND_MIN
+
+
+def test_promises_hold_for_servers():
+    """I13: a parameter server lives once, and never on a node that is lost."""
+    assert faults.hold(range(CHUNK), mutants.WITH_SERVERS) > 0
 
 
 @pytest.mark.parametrize("seed", [1, 26, 65])

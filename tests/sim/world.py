@@ -5,6 +5,8 @@
 `Violation` as soon as a promise is broken.
 """
 
+# tidy: long file, one world has the machines of both sides and everything around them.
+
 import signal
 from dataclasses import dataclass, field
 
@@ -12,6 +14,7 @@ from observer import Observer, Violation
 from spoken import show_message, worker_end
 
 from msrun.cluster.agent import events as agent_events
+from msrun.cluster.agent.servers import NodeServers
 from msrun.cluster.agent.state import AgentState
 from msrun.cluster.agent.uplink import Uplink
 from msrun.cluster.liveness import lease
@@ -37,6 +40,7 @@ class Build:
     """What a world is made of; mutants put something else in one of these places."""
 
     agent_state: type = AgentState
+    servers: type = NodeServers
     uplink: type = Uplink
     peers: type = AgentLinks
     scheduler_state: type = SchedulerState
@@ -56,10 +60,17 @@ class Settings:
     last_call: float = 2.0
     serves: str = ""
     lease: float = 10.0
+    servers: int = 0
 
     @property
     def formation(self):
-        return Formation(nnodes_min=self.least, nnodes_max=self.most, lease=self.lease, release="1")
+        return Formation(
+            nnodes_min=self.least,
+            nnodes_max=self.most,
+            lease=self.lease,
+            release="1",
+            servers=self.servers,
+        )
 
 
 @dataclass(slots=True)
@@ -75,6 +86,7 @@ class Host:
     is_up: bool = True
     verdict: object = None
     live: dict[int, int] = field(default_factory=dict)
+    servers: dict[int, int] = field(default_factory=dict)
     notices: list = field(default_factory=list)
     kill_at: float | None = None
 
@@ -104,8 +116,14 @@ class Driver:
     def signalled(self, node, ranks, signum):
         """Workers got a signal."""
 
-    def swept(self, node, generation):
-        """The reaper is to kill what is left."""
+    def server_started(self, node, number):
+        """A parameter server was started."""
+
+    def servers_signalled(self, node, numbers, signum):
+        """Parameter servers got a signal."""
+
+    def swept(self, node, generation, spare):
+        """The reaper is to kill what is left, but the servers with the pids in `spare`."""
 
     def noticed(self, node):
         """The reaper has something to tell the agent."""
@@ -302,7 +320,10 @@ class World(Observer):
             formation=settings.formation,
         )
         now = offset + self.now * (1 + drift)
+        limits = RestartLimits(max_restarts=settings.restarts)
+        own = self.build.servers(JOB, settings.servers, limits) if settings.servers else None
         state = self.build.agent_state(
+            servers=own,
             job_id=JOB,
             register=register,
             grace=GRACE,
@@ -321,6 +342,7 @@ class World(Observer):
         for rank in host.live:
             del self.live[name, rank]
         host.live.clear()
+        host.servers.clear()
         host.notices.clear()
 
     def ready(self, name):
@@ -406,8 +428,12 @@ class World(Observer):
                     self._start(host, generation, start)
                 case agent_events.ForwardSignal(ranks=ranks, signum=signum):
                     self.driver.signalled(host, ranks, signum)
-                case agent_events.SweepGeneration(generation=generation):
-                    self.driver.swept(host, generation)
+                case agent_events.SweepGeneration(generation=generation, spare=spare):
+                    self.driver.swept(host, generation, spare)
+                case agent_events.StartServer(server=number):
+                    self._start_server(host, number)
+                case agent_events.SignalServers(servers=numbers, signum=signum):
+                    self.driver.servers_signalled(host, numbers, signum)
                 case agent_events.Conclude(verdict=verdict):
                     self._conclude(host, verdict)
 
@@ -448,21 +474,49 @@ class World(Observer):
         host.notices.append(agent_events.WorkerEnded(generation, end))
         self.driver.noticed(host)
 
-    def sweep(self, name, generation):
-        """Let the reaper kill all workers, as its agent asked."""
+    def _start_server(self, host, number):
+        self.observe_server(host, number)
+        self.pids += 1
+        host.servers[number] = self.pids
+        host.notices.append(agent_events.ServerStarted(number, self.pids))
+        self.driver.noticed(host)
+        self.driver.server_started(host, number)
+
+    def server_exit(self, name, number, pid, code):
+        """Let a parameter server end."""
+        host = self.hosts[name]
+        if host.servers.get(number) != pid:
+            return
+        del host.servers[number]
+        self.server_ends.add((number, code))
+        words = {"code": code} if code >= 0 else {"signal": signal.Signals(-code).name}
+        end = worker_end(number, host=name, ran="100", is_server=True, **words)
+        host.notices.append(agent_events.ServerEnded(end))
+        self.driver.noticed(host)
+
+    def sweep(self, name, generation, spare=""):
+        """Let the reaper kill all workers, and servers, but some, as its agent asked."""
         host = self.hosts[name]
         if not host.is_up:
             return
+        self._kill_servers(host, spare)
         for rank in list(host.live):
             self._ends(host, rank, -signal.SIGKILL, swept=True)
         host.notices.append(agent_events.GenerationSwept(generation))
         self.driver.noticed(host)
 
     def expire(self, name):
-        """Let the reaper kill all workers, since the lease that it was told is over."""
+        """Let the reaper kill all workers and servers, since the lease that it was told is over."""
         host = self.hosts[name]
         for rank in list(host.live):
             self._ends(host, rank, -signal.SIGKILL)
+        self._kill_servers(host)
+
+    def _kill_servers(self, host, spare=""):
+        spared = str(spare).split("+")
+        for number, pid in list(host.servers.items()):
+            if str(pid) not in spared:
+                self.server_exit(host.name, number, pid, -signal.SIGKILL)
 
     def notice(self, name):
         """Let an agent hear the next thing from its reaper."""
@@ -476,6 +530,7 @@ class World(Observer):
         host.is_up = False
         self._say(f"{host.name} ends with {verdict.code}: {verdict.reason}", None)
         self.observe_end(host, verdict)
+        host.servers.clear()  # with the process tree
         host.notices.clear()
         self.driver.concluded(host)
 

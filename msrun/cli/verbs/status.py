@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import json
 from collections.abc import Sequence
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, TypeAlias
 
 import click
 import msgspec
@@ -18,7 +18,7 @@ from msrun.units import shown
 if TYPE_CHECKING:
     from msrun.cli.render.section import TextSection
     from msrun.cli.system import System
-    from msrun.cluster.wire.control_messages import NodeRow, RankRow, Status
+    from msrun.cluster.wire.control_messages import NodeRow, RankRow, ServerRow, Status
     from msrun.processes.control_client import ControlClient
     from msrun.processes.control_file import Card
 
@@ -43,10 +43,15 @@ def status(args: Sequence[str], system: System) -> int:
     return 0
 
 
-def _read(client: ControlClient) -> tuple[Status, list[NodeRow], list[RankRow]]:
+_State: TypeAlias = "tuple[Status, list[NodeRow], list[RankRow], list[ServerRow]]"
+
+
+def _read(client: ControlClient) -> _State:
     from msrun.cluster.wire.control_messages import GetStatus, Status
 
-    return client.ask(GetStatus(), Status), list(client.nodes()), list(client.ranks())
+    job = client.ask(GetStatus(), Status)
+    servers = list(client.servers()) if job.formation.servers else []
+    return job, list(client.nodes()), list(client.ranks()), servers
 
 
 def _watch(given: dict[str, Any], system: System) -> int:
@@ -81,9 +86,7 @@ def _ending(card: Card) -> str:
     return f"msrun: job {card.job_id} has ended with exit code {verdict.code}: {result}"
 
 
-def _show(
-    state: tuple[Status, list[NodeRow], list[RankRow]], *, as_json: bool, system: System
-) -> None:
+def _show(state: _State, *, as_json: bool, system: System) -> None:
     from msrun.cli.render.section import show
 
     if as_json:
@@ -92,12 +95,15 @@ def _show(
     show(sections(*state), is_terminal=system.is_terminal())
 
 
-def document(job: Status, nodes: list[NodeRow], ranks: list[RankRow]) -> dict[str, Any]:
+def document(
+    job: Status, nodes: list[NodeRow], ranks: list[RankRow], servers: list[ServerRow]
+) -> dict[str, Any]:
     """Return everything as plain values; keys are only ever added."""
     return {
         **tagless(job),
         "nodes": msgspec.to_builtins(nodes),
         "ranks": msgspec.to_builtins(ranks),
+        "servers": msgspec.to_builtins(servers),
     }
 
 
@@ -109,7 +115,9 @@ def tagless(reply: msgspec.Struct) -> dict[str, Any]:
     }
 
 
-def sections(job: Status, nodes: list[NodeRow], ranks: list[RankRow]) -> list[TextSection]:
+def sections(
+    job: Status, nodes: list[NodeRow], ranks: list[RankRow], servers: list[ServerRow]
+) -> list[TextSection]:
     """Return everything as tables."""
     from msrun.cli.render.section import TextSection
 
@@ -128,6 +136,14 @@ def sections(job: Status, nodes: list[NodeRow], ranks: list[RankRow]) -> list[Te
                 heading=_heading("ranks", ranks),
                 columns=("rank", "host", "local", "pid", "for", "state"),
                 rows=tuple(_rank_cells(rank) for rank in ranks[:_ROWS_MAX]),
+            )
+        )
+    if servers:
+        tables.append(
+            TextSection(
+                heading=_heading("servers", servers),
+                columns=("server", "host", "pid", "restarts"),
+                rows=tuple(_server_cells(server) for server in servers[:_ROWS_MAX]),
             )
         )
     if job.causes:
@@ -191,6 +207,11 @@ def _rank_cells(rank: RankRow) -> tuple[str, ...]:
         "-" if rank.seconds is None else duration(rank.seconds),
         rank.state,
     )
+
+
+def _server_cells(server: ServerRow) -> tuple[str, ...]:
+    pid = str(server.pid) if server.pid else "-"
+    return (str(server.server), server.host or "-", pid, str(server.restarts))
 
 
 def duration(seconds: float) -> str:

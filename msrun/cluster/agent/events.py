@@ -49,6 +49,19 @@ class WorkerEnded(msgspec.Struct, frozen=True):
     exit: RankExit
 
 
+class ServerStarted(msgspec.Struct, frozen=True):
+    """A parameter server was started, as process `pid`."""
+
+    server: int
+    pid: int
+
+
+class ServerEnded(msgspec.Struct, frozen=True):
+    """A parameter server ended."""
+
+    exit: RankExit
+
+
 class GenerationSwept(msgspec.Struct, frozen=True):
     """No process of `generation` is left but those in `stuck`."""
 
@@ -90,6 +103,8 @@ Event = (
     | Forgotten
     | TreeReady
     | WorkerEnded
+    | ServerStarted
+    | ServerEnded
     | GenerationSwept
     | TreeLost
     | SchedulerLost
@@ -126,9 +141,34 @@ class ForwardSignal(msgspec.Struct, frozen=True):
 
 
 class SweepGeneration(msgspec.Struct, frozen=True):
-    """Kill all processes that are left of `generation`."""
+    """Kill all processes that are left of `generation`, and all servers but `spare`.
+
+    Args:
+        generation: The generation.
+        spare: Pids of the parameter servers that live on.
+    """
 
     generation: int
+    spare: tuple[int, ...] = ()
+
+
+class StartServer(msgspec.Struct, frozen=True):
+    """Start a parameter server.
+
+    Args:
+        server: Its number.
+        restarts: How often it was started again.
+    """
+
+    server: int
+    restarts: int
+
+
+class SignalServers(msgspec.Struct, frozen=True):
+    """Send `signum` to parameter servers."""
+
+    servers: tuple[int, ...]
+    signum: int
 
 
 class Announce(msgspec.Struct, frozen=True):
@@ -156,6 +196,8 @@ Action = (
     | StartWorkers
     | ForwardSignal
     | SweepGeneration
+    | StartServer
+    | SignalServers
     | Announce
     | Tell
     | Conclude

@@ -1,6 +1,7 @@
 """The agent's state machine: one node, from registration to the verdict.  It does no IO.
 
-Phases: JOINING -> RUNNING -> STOPPING -> SWEEPING -> JOINING ... -> FINISHED.  The scheduler
+Phases: JOINING -> RUNNING -> STOPPING -> SWEEPING -> JOINING ... -> FINISHED.  Parameter servers
+outlive the generations; where some live, LEAVING comes before FINISHED.  The scheduler
 decides and the agent obeys, with three exceptions, which is where this machine is hard:
 
 - *The scheduler is silent.*  After 0.7 lease another node may soon get these ranks, so the agent
@@ -26,6 +27,7 @@ import enum
 import math
 import signal
 from dataclasses import dataclass, field
+from typing import TYPE_CHECKING
 
 import msgspec
 
@@ -44,7 +46,10 @@ from msrun.cluster.agent.events import (
     SchedulerMessage,
     SchedulerSilent,
     SendToScheduler,
+    ServerEnded,
+    ServerStarted,
     Signalled,
+    SignalServers,
     StartWorkers,
     SweepGeneration,
     Tell,
@@ -64,6 +69,7 @@ from msrun.cluster.wire.messages import (
     Refused,
     Register,
     Restarting,
+    ServerFailed,
     Start,
     Stop,
     Waiting,
@@ -71,6 +77,9 @@ from msrun.cluster.wire.messages import (
     WorkerExited,
 )
 from msrun.errors import ExitCode
+
+if TYPE_CHECKING:
+    from msrun.cluster.agent.servers import NodeServers  # of jobs with servers alone
 
 # Seconds that the scheduler may take to answer a signal of this node's user.
 SCHEDULER_PATIENCE = 2.0
@@ -92,6 +101,7 @@ class AgentPhase(enum.Enum):
     RUNNING = "running"
     STOPPING = "stopping"
     SWEEPING = "sweeping"
+    LEAVING = "leaving"
     FINISHED = "finished"
 
 
@@ -109,6 +119,7 @@ class AgentState:
         lease: How long the workers may go on without the scheduler.
         scheduler: Where the scheduler is, in words.
         generation: The last generation that was started here; -1 before the first.
+        servers: The parameter servers of this node; None in a job without any.
     """
 
     job_id: str
@@ -119,6 +130,7 @@ class AgentState:
     lease: Lease = field(default_factory=Lease)
     scheduler: str = ""
     forwarded: tuple[int, ...] = FORWARDED
+    servers: NodeServers | None = None
     generation: int = -1
     phase: AgentPhase = AgentPhase.JOINING
     live: set[int] = field(default_factory=set)
@@ -130,7 +142,7 @@ class AgentState:
     _interrupts: list[int] = field(default_factory=list)
     _exits: list[tuple[RankExit, float]] = field(default_factory=list)
     _stuck: list[str] = field(default_factory=list)
-    _failure: NodeFailed | None = None
+    _failure: NodeFailed | ServerFailed | None = None
     _was_reached: bool = False
     _is_cut: bool = False
     _reach_by: float | None = None
@@ -146,6 +158,8 @@ class AgentState:
         """Apply `event` at time `now` and return what the caller must do, in order."""
         if self.phase is AgentPhase.FINISHED:
             return []
+        if self.phase is AgentPhase.LEAVING:
+            return self._while_leaving(event, now)
         match event:
             case SchedulerMessage() | Reached() | SchedulerSilent() | Forgotten() | SchedulerLost():
                 return self._of_scheduler(event, now)
@@ -153,21 +167,25 @@ class AgentState:
                 return self._tree_is_ready(error)
             case WorkerEnded():
                 return self._worker_ended(event, now)
+            case ServerStarted() | ServerEnded():
+                return self._of_server(event, now)
             case GenerationSwept():
                 return self._after_sweep(event, now)
             case TreeLost():
                 return self._tree_was_lost(event, now)
             case Signalled(signum=signum):
                 return self._signalled(signum, now)
-        return self._check_deadline(now)
+        restarts = self.servers.restart(now=now) if self.servers else []
+        return [*restarts, *self._check_deadline(now)]
 
     def deadline(self) -> float | None:
         """Time by which `Tick` must be sent if nothing else is; None when there is none."""
-        if self.phase is AgentPhase.FINISHED:
-            return None
+        if self.phase in (AgentPhase.LEAVING, AgentPhase.FINISHED):
+            return self._due
         has_formed = self.generation >= 0 or self.form_by == math.inf
         first = None if has_formed or self._due is not None else self.form_by
-        dues = [due for due in (self._due, first, self._reach_by) if due is not None]
+        restart = self.servers.deadline() if self.servers else None
+        dues = [due for due in (self._due, first, self._reach_by, restart) if due is not None]
         return min(dues, default=None)
 
     # The line to the scheduler.
@@ -185,7 +203,10 @@ class AgentState:
             case SchedulerSilent():
                 return self._cut(now)
             case Forgotten():
-                return self._join(now)
+                # Without workers that it would be asked about, the node may get another place.
+                is_idle = self.phase is AgentPhase.JOINING and self.servers
+                kills = self.servers.kill() if self.servers and is_idle else []
+                return [*kills, *self._join(now)]
         return self._scheduler_was_lost(event, now)
 
     def _join(self, now: float) -> list[Action]:
@@ -209,6 +230,8 @@ class AgentState:
         )
         actions: list[Action] = [Join(register)]
         actions += [self._send(WorkerExited(exit=end, at=now)) for end in exits[EXITS_MAX:]]
+        if self.servers:
+            actions.append(self._send(self.servers.report()))
         if self._failure:
             actions.append(self._send(self._failure))
         actions += [self._send(Interrupted(signum=signum)) for signum in self._interrupts]
@@ -238,18 +261,18 @@ class AgentState:
         """Stop the workers before another node may get their ranks."""
         self._reach_by = now + ABSENCE_PATIENCE
         silence = f"the scheduler has been silent for {self.lease.fence:g}s"
+        kills = self.servers.kill() if self.servers else []
         if self.phase is AgentPhase.JOINING:
-            if not self._pending:
-                return [Tell(silence, warn=True)]
             # The `Start` that waits for our imports will be too old; a new session drops it.
-            return [Tell(silence, warn=True), *self._join(now)]
+            joins = self._join(now) if self._pending else []
+            return [Tell(silence, warn=True), *kills, *joins]
         self._is_cut = True
         told = Tell(f"{silence}: this node's workers are stopped", warn=True)
         if self.phase is AgentPhase.RUNNING:
-            return [told, *self._begin_stop(now, grace=self.lease.grace)]
+            return [told, *kills, *self._begin_stop(now, grace=self.lease.grace)]
         if self.phase is AgentPhase.STOPPING and self._due is not None:
             self._due = min(self._due, now + self.lease.grace)
-        return [told]
+        return [told, *kills]
 
     def _received(self, event: SchedulerMessage, now: float) -> list[Action]:
         generation = event.generation
@@ -257,8 +280,9 @@ class AgentState:
         match event.body:
             case Start() as start:
                 actions = self._start(generation, start, event.age, now)
-            case Stop(signum=signum):
-                actions = self._stop(generation, signum, now)
+            case Stop(signum=signum, servers=are_others):
+                actions = self.servers.kill() if self.servers and are_others else []
+                actions += self._stop(generation, signum, now)
             case Restarting() as restarting:
                 actions = [Announce(restarting)]
             case Finish(verdict=verdict):
@@ -298,7 +322,8 @@ class AgentState:
         self._exits, self._stuck = [], []
         self.phase = AgentPhase.RUNNING
         self.live = set(range(start.first_rank, start.first_rank + start.count))
-        return [StartWorkers(self.generation, start)]
+        servers = self.servers.begin(start.node_rank, start.nnodes) if self.servers else []
+        return [StartWorkers(self.generation, start), *servers]
 
     def _worker_ended(self, event: WorkerEnded, now: float) -> list[Action]:
         if event.generation != self.generation:
@@ -367,7 +392,8 @@ class AgentState:
         self.phase = AgentPhase.SWEEPING
         self._swept = None
         self._due = now + SWEEP_PATIENCE
-        return [SweepGeneration(self.generation)]
+        spare = self.servers.swept() if self.servers else ()
+        return [SweepGeneration(self.generation, spare)]
 
     def _after_sweep(self, event: GenerationSwept, now: float) -> list[Action]:
         if event.generation != self.generation or self.phase is not AgentPhase.SWEEPING:
@@ -381,7 +407,7 @@ class AgentState:
             return []
         stuck = few(self._swept.stuck)
         if self._own_verdict:
-            return self._conclude(msgspec.structs.replace(self._own_verdict, stuck=stuck))
+            return self._conclude(msgspec.structs.replace(self._own_verdict, stuck=stuck), now)
         return self._drained(stuck, now)
 
     def _drained(self, stuck: list[str], now: float) -> list[Action]:
@@ -425,9 +451,8 @@ class AgentState:
         self._interrupts.append(signum)
         if not self._was_reached and not self.register.serves:
             # No scheduler knows this node, so no other node waits for it.
-            return self._conclude(
-                verdicts.interrupted(self.job_id, signum, generation=-1, restarts=0)
-            )
+            verdict = verdicts.interrupted(self.job_id, signum, generation=-1, restarts=0)
+            return self._conclude(verdict, now)
         if self.phase in (AgentPhase.JOINING, AgentPhase.RUNNING):
             self._due = now + self._patience()
         return [self._send(Interrupted(signum=signum))]
@@ -444,7 +469,7 @@ class AgentState:
 
     def _end(self, verdict: Verdict, now: float) -> list[Action]:
         """Exit with `verdict`, once no worker lives here that the scheduler did not know of."""
-        return self._stop_alone(verdict, now) if self.live else self._conclude(verdict)
+        return self._stop_alone(verdict, now) if self.live else self._conclude(verdict, now)
 
     def _stop_alone(self, verdict: Verdict, now: float) -> list[Action]:
         """Stop without a scheduler and exit with `verdict`."""
@@ -452,7 +477,8 @@ class AgentState:
             self._own_verdict = verdict
         if self.phase is AgentPhase.RUNNING:
             return self._begin_stop(now)
-        return self._conclude(self._own_verdict) if self.phase is AgentPhase.JOINING else []
+        is_idle = self.phase is AgentPhase.JOINING
+        return self._conclude(self._own_verdict, now) if is_idle else []
 
     def _check_deadline(self, now: float) -> list[Action]:
         due = self.deadline()
@@ -516,10 +542,48 @@ class AgentState:
             return None
         return verdicts.root_cause(ends)
 
-    def _conclude(self, verdict: Verdict) -> list[Action]:
+    def _conclude(self, verdict: Verdict, now: float) -> list[Action]:
+        """Exit with `verdict`, after a time for the servers in which they may save their state."""
+        is_patient = not self._tree_lost and signal.SIGKILL not in self._interrupts
+        if self.servers and is_patient and (ends := self.servers.end()):
+            self.phase = AgentPhase.LEAVING
+            self._own_verdict = verdict
+            self._reach_by, self._due = None, now + self.grace
+            # A stopped process acts on a signal only once it is continued.
+            return [*ends, SignalServers(self.servers.live, signal.SIGCONT)]
         self.phase = AgentPhase.FINISHED
         self._due = None
         return [Conclude(verdict)]
+
+    # Parameter servers.
+
+    def _of_server(self, event: ServerStarted | ServerEnded, now: float) -> list[Action]:
+        if self.servers is None:
+            return []
+        failure = None
+        if isinstance(event, ServerStarted):
+            self.servers.started(event.server, event.pid)
+        else:
+            failure = self.servers.ended(event.exit, now=now)
+        actions: list[Action] = [self._send(self.servers.report())]
+        if failure:
+            self._failure = failure
+            actions.append(self._send(failure))
+        return actions + self.servers.restart(now=now)
+
+    def _while_leaving(self, event: Event, now: float) -> list[Action]:
+        """Wait for the servers, which have been asked to end; the verdict stands."""
+        is_over = isinstance(event, Signalled | TreeLost) or (
+            self._due is not None and now >= self._due
+        )
+        if self.servers and isinstance(event, ServerEnded):
+            self.servers.ended(event.exit, now=now)
+            is_over = is_over or not self.servers.live
+        if not is_over or self._own_verdict is None:
+            return []
+        self.phase = AgentPhase.FINISHED
+        self._due = None
+        return [Conclude(self._own_verdict)]
 
     def _send(self, body: FromAgent) -> SendToScheduler:
         return SendToScheduler(self.generation, body)

@@ -35,6 +35,7 @@ from msrun.cluster.wire.control_messages import (
     GetLog,
     GetNodes,
     GetRanks,
+    GetServers,
     GetStacks,
     GetStatus,
     Log,
@@ -51,6 +52,7 @@ from msrun.cluster.wire.messages import (
     ReadLog,
     Restarting,
     Running,
+    ServersChanged,
     SignalRanks,
     Stack,
     Stalled,
@@ -65,7 +67,7 @@ _CAUSES_MAX = 8
 _INQUIRIES_MAX = 64
 _MISSED_MAX = 4
 _REPORT_CHARS_MAX = 12_000
-_OF_US = (Running, Stalled, Stack, LogPart)
+_OF_US = (Running, Stalled, Stack, LogPart, ServersChanged)
 
 
 class SendReply(msgspec.Struct, frozen=True):
@@ -127,6 +129,7 @@ class Control:
     _causes: deque[str] = field(default_factory=lambda: deque(maxlen=_CAUSES_MAX))
     _running: dict[str, tuple[Running, float]] = field(default_factory=dict)
     _running_generation: int = -1
+    _servers: dict[str, ServersChanged] = field(default_factory=dict)
     _logs: dict[int, _LogInquiry] = field(default_factory=dict)
     _stacks: _StackInquiry | None = None
     _number: int = 0
@@ -170,7 +173,9 @@ class Control:
                 return self._command(request, route, now)
         return [SendReply(route, self._report(request, now))]
 
-    def _report(self, request: GetStatus | GetNodes | GetRanks, now: float) -> AnyReply:
+    def _report(
+        self, request: GetStatus | GetNodes | GetRanks | GetServers, now: float
+    ) -> AnyReply:
         match request:
             case GetStatus():
                 return report.status(self.state, self._causes, term=self.peers.term, now=now)
@@ -178,6 +183,8 @@ class Control:
                 return report.nodes(self.state, self.peers, first, now=now)
             case GetRanks(first=first):
                 return report.ranks(self.state, self._of_now(), first, now=now)
+            case GetServers(first=first):
+                return report.servers(self.state, self._servers, first)
 
     def _command(
         self, request: StopJob | DrainNode | SignalJob, route: bytes, now: float
@@ -254,6 +261,8 @@ class Control:
                 return self._log_came(event.node_id, part)
             case Stack() as stack:
                 return self._stack_came(event.node_id, stack, now)
+            case ServersChanged() as servers:  # which outlive generations
+                self._servers[event.node_id] = servers
         is_of_now = event.generation == self.state.generation
         if not is_of_now or event.node_id not in self.state.current.members:
             return []

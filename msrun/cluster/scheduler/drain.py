@@ -55,6 +55,8 @@ def _why_needed(state: SchedulerState, node_id: str) -> str:
         return ""
     if node.registration.serves:
         return f"node {host} has the scheduler of the job, which cannot do without it"
+    if node_id in state.roster.bound:
+        return f"node {host} has parameter servers of the job, which do not move"
     takes = state.formation.nnodes_min
     return (
         f"the job cannot do without node {host}: it takes {takes} node(s), no other stands by, "

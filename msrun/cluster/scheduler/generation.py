@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import enum
+import math
 from collections import Counter
 from collections.abc import Collection, Mapping, Sequence
 from dataclasses import dataclass, field
@@ -110,6 +111,13 @@ class Generation:
         first_loss = min((loss.at for loss in self.losses), default=None)
         # When a node dies, the workers of its peers fail first, and its own loss is noticed later.
         return None if first_loss is not None and first_loss <= self.exits[root.rank][1] else root
+
+    @property
+    def failed_at(self) -> float:
+        """Time of the first failure or loss; inf before any."""
+        times = [loss.at for loss in self.losses]
+        times += [at for end, at in self.exits.values() if not end.succeeded]
+        return min(times, default=math.inf)
 
     def said_at(self, node_id: str, at: float, now: float) -> float:
         """Return the time on our clock of a node's own time `at`, in a message that came `now`.

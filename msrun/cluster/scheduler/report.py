@@ -9,8 +9,17 @@ from msrun.cluster.scheduler.events import JobPhase
 from msrun.cluster.scheduler.peers import AgentLinks
 from msrun.cluster.scheduler.state import SchedulerState
 from msrun.cluster.scheduler.wal import Member
-from msrun.cluster.wire.control_messages import NodeRow, Nodes, RankRow, Ranks, Status, fitting
-from msrun.cluster.wire.messages import Running
+from msrun.cluster.wire.control_messages import (
+    NodeRow,
+    Nodes,
+    RankRow,
+    Ranks,
+    ServerRow,
+    Servers,
+    Status,
+    fitting,
+)
+from msrun.cluster.wire.messages import Running, ServersChanged
 
 # Rows that are considered for one page, which may have room for fewer.
 _ROWS_MAX = 512
@@ -140,6 +149,34 @@ def _rank(
         state=how,
         seconds=seconds,
     )
+
+
+def servers(state: SchedulerState, of_nodes: Mapping[str, ServersChanged], first: int) -> Servers:
+    """Return a page of the parameter servers.
+
+    Args:
+        state: The job.
+        of_nodes: Node id -> what it said last about its servers.
+        first: First number of the page.
+    """
+    first = max(first, 0)
+    known = {
+        server.server: ServerRow(
+            server=server.server,
+            host=node.registration.host[:_HOST_CHARS_MAX],
+            pid=server.pid or None,
+            restarts=server.restarts,
+        )
+        for node_id, node in state.roster.nodes.items()
+        if (said := of_nodes.get(node_id))
+        for server in said.servers
+    }
+    total = state.formation.servers
+    window = range(first, min(first + _ROWS_MAX, total))
+    # One of a node that is lost, or that has not begun, is nowhere.
+    rows = [known.get(n) or ServerRow(server=n, host="", pid=None, restarts=0) for n in window]
+    rows = fitting(rows)
+    return Servers(rows=rows, following=_following(first, len(rows), total))
 
 
 def living(state: SchedulerState) -> dict[str, list[int]]:

@@ -34,7 +34,7 @@ their imports, hence `is_warm` and the window in which newcomers are collected (
 
 from __future__ import annotations
 
-from collections.abc import Collection, Mapping, Sequence
+from collections.abc import Collection, Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
 
 from msrun.cluster.bounds import RankSet, listed
@@ -77,6 +77,7 @@ class Roster:
         nodes: Node id -> node; changed by the methods only, as are the next two.
         excluded: Node id -> why it may run no more workers.
         stale: Nodes on which workers of an earlier generation may still live.
+        bound: Members of a job with parameter servers, which do not move: none of them may leave.
     """
 
     formation: Formation
@@ -84,6 +85,7 @@ class Roster:
     nodes: dict[str, RegisteredNode] = field(default_factory=dict)
     excluded: dict[str, str] = field(default_factory=dict)
     stale: set[str] = field(default_factory=set)
+    bound: set[str] = field(default_factory=set)
     _ready: dict[str, int] = field(default_factory=dict)
     _slots: int = 0
     _ranks: dict[int, str] = field(default_factory=dict)
@@ -93,6 +95,11 @@ class Roster:
     def expect(self, members: Sequence[Member]) -> None:
         """Count on members of an earlier scheduler that have yet to register here."""
         self._expected = {m.node_id: m.count for m in members if m.node_id not in self.excluded}
+        self.bind(m.node_id for m in members)
+
+    def bind(self, members: Iterable[str]) -> None:
+        """Keep the members of a generation in the job, if parameter servers are on them."""
+        self.bound = set(members) if self.formation.servers else set()
 
     def add(self, node_id: str, node: RegisteredNode) -> None:
         """Take in a node, or a new registration of a known one."""
@@ -231,6 +238,8 @@ class Roster:
 
     def may_leave(self, node_id: str) -> bool:
         """Whether a node may leave: the job goes on without it, or waits for another."""
+        if node_id in self.bound:
+            return False
         if self.replaces and self.formation.nnodes_max > 1:
             return not self.nodes[node_id].registration.serves
         return self.can_do_without(node_id)
@@ -239,6 +248,8 @@ class Roster:
         """Whether the job could go on without a node."""
         # The node of the scheduler takes the scheduler with it.
         if self.nodes[node_id].registration.serves or self.formation.nnodes_max == 1:
+            return False
+        if node_id in self.bound:
             return False
         slots = self._ready.get(node_id)
         nodes = len(self._ready) - (slots is not None) + len(self._expected)
@@ -303,4 +314,6 @@ def render(formation: Formation) -> str:
         words.append(f"--nnodes {least if least == most else f'{least}:{most}'}")
     if formation.world_size is not None:
         words.append(f"--worker-num {formation.world_size}")
+    if formation.servers:
+        words.append(f"--server-num {formation.servers}")
     return " ".join([*words, f"--lease {formation.lease:g}"])

@@ -80,6 +80,7 @@ from msrun.cluster.wire.messages import (
     Refused,
     Register,
     Restarting,
+    ServerFailed,
     Stop,
     Waiting,
     Warmed,
@@ -337,7 +338,7 @@ class SchedulerState:
         """Use a node that is no member, once nothing of another generation runs there."""
         if running >= 0:  # workers of a generation that has gone on without them
             self.roster.mark_stale(node_id, is_stale=True)
-            stop = Stop(reason="the job went on without this node")
+            stop = Stop(reason="the job went on without this node", servers=True)
             return [SendToAgent(node_id, running, stop)]
         self.roster.mark_stale(node_id, is_stale=False)
         if self.phase is JobPhase.FORMING:
@@ -370,8 +371,8 @@ class SchedulerState:
                 return self._drained(event.node_id, stuck, now, is_of_now=is_of_now)
             case Interrupted(signum=signum):
                 return self._interrupted(event.node_id, node, signum, now)
-            case NodeFailed() as failure:
-                return self._node_failed(event.node_id, node, failure, now)
+            case NodeFailed() | ServerFailed() as failure:
+                return self._failed(event.node_id, node, failure, now)
             case _:  # of another generation, or a message for `Control`
                 return []
 
@@ -433,6 +434,13 @@ class SchedulerState:
             return self._leave(node_id, f"node {host} leaves on {signal_name(signum)}", now)
         return self.interrupt(signum)
 
+    def _failed(
+        self, node_id: str, node: RegisteredNode, failure: NodeFailed | ServerFailed, now: float
+    ) -> list[Action]:
+        if isinstance(failure, ServerFailed):
+            return self._server_failed(failure, now)
+        return self._node_failed(node_id, node, failure, now)
+
     def _node_failed(
         self, node_id: str, node: RegisteredNode, failure: NodeFailed, now: float
     ) -> list[Action]:
@@ -449,6 +457,17 @@ class SchedulerState:
             if self.phase is JobPhase.RUNNING:
                 return written + self._stop(sentence, StopReason.FAILURE)
         return written + self._leave(node_id, sentence, now)
+
+    def _server_failed(self, failed: ServerFailed, now: float) -> list[Action]:
+        """End the job, because a parameter server is not started again."""
+        step = GiveUp(failed.reason, failed.code, failed.hint)
+        verdict = self._verdicts().server_failure(fit(failed.exit), step)
+        actions = self._end(verdict)
+        comes_first = now - failed.exit.age < self.current.failed_at
+        if self._obstacle is verdict and self.current.because is StopReason.FAILURE and comes_first:
+            # The workers failed because their server had, of which its node told later.
+            self.current.because = StopReason.OBSTACLE
+        return actions
 
     def _exclude(self, node_id: str, why: str) -> list[Action]:
         """Run no more workers on a node; on disk, so that the next scheduler runs none either."""
@@ -522,6 +541,7 @@ class SchedulerState:
         self.phase = JobPhase.RUNNING
         self._grow_at = None
         self.current = start_generation({n: self.roster.nodes[n] for n in order})
+        self.roster.bind(order)
         record = wal.GenerationStarted(
             self.generation,
             list(self.current.members.values()),
@@ -567,7 +587,9 @@ class SchedulerState:
         """Decide about the time after a generation whose last worker is gone."""
         current = self.current
         if self._obstacle and current.because is StopReason.OBSTACLE:
-            return self._decide(msgspec.structs.replace(self._obstacle, stuck=current.all_stuck()))
+            verdict = msgspec.structs.replace(self._obstacle, stuck=current.all_stuck())
+            root = verdict.root
+            return self._decide(self._verdicts().with_ends(verdict, root) if root else verdict)
         if current.all_succeeded:
             return self._decide(self._verdicts().success())
         root = current.root()

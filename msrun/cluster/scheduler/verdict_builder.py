@@ -61,10 +61,23 @@ class VerdictBuilder:
         verdict = self.build(own_code if step.code is None else step.code, reason)
         return self.with_ends(msgspec.structs.replace(verdict, hint=step.hint), root)
 
+    def server_failure(self, end: RankExit, step: GiveUp) -> Verdict:
+        """Return the verdict of a job that ends with a parameter server.
+
+        Args:
+            end: How the server ended.
+            step: As of `failure`.
+        """
+        # One that ended with 0 had not finished: servers are needed as long as workers run.
+        own_code = end.exit_code or ExitCode.NODE_LOST
+        reason = end.sentence() + (f"; {step.reason}" if step.reason else "")
+        verdict = self.build(own_code if step.code is None else step.code, reason)
+        return msgspec.structs.replace(verdict, hint=step.hint, root=end)
+
     def with_ends(self, verdict: Verdict, root: RankExit | None) -> Verdict:
         """Return `verdict` with the ends of all workers beside that of `root`."""
         every = (end for end, _ in self.generation.exits.values())
-        ends = [end for end in every if root is None or end.rank != root.rank]
+        ends = [end for end in every if root is None or end is not root]
         return msgspec.structs.replace(
             verdict,
             root=root,

@@ -50,6 +50,12 @@ class GetRanks(Request, frozen=True, tag=True, kw_only=True, forbid_unknown_fiel
     first: Number = 0
 
 
+class GetServers(Request, frozen=True, tag=True, kw_only=True, forbid_unknown_fields=True):
+    """Which parameter servers does it have, from number `first` on?"""
+
+    first: Number = 0
+
+
 class GetLog(Request, frozen=True, tag=True, kw_only=True, forbid_unknown_fields=True):
     """Return a part of the log of a rank.
 
@@ -96,7 +102,17 @@ class SignalJob(Request, frozen=True, tag=True, kw_only=True, forbid_unknown_fie
     ranks: Ranges = []
 
 
-AnyRequest = GetStatus | GetNodes | GetRanks | GetLog | GetStacks | StopJob | DrainNode | SignalJob
+AnyRequest = (
+    GetStatus
+    | GetNodes
+    | GetRanks
+    | GetServers
+    | GetLog
+    | GetStacks
+    | StopJob
+    | DrainNode
+    | SignalJob
+)
 
 
 class Reply(msgspec.Struct, frozen=True, tag=True, kw_only=True, forbid_unknown_fields=True):
@@ -214,6 +230,29 @@ class Ranks(Reply, frozen=True, tag=True, kw_only=True, forbid_unknown_fields=Tr
     following: int | None = None
 
 
+class ServerRow(msgspec.Struct, frozen=True, kw_only=True):
+    """One parameter server.
+
+    Args:
+        server: Its number.
+        host: Its node.
+        pid: Its pid; None while it does not run.
+        restarts: How often it was started again.
+    """
+
+    server: int
+    host: str
+    pid: int | None
+    restarts: int
+
+
+class Servers(Reply, frozen=True, tag=True, kw_only=True, forbid_unknown_fields=True):
+    """A page of parameter servers; `following` is the next one, None at the end."""
+
+    rows: list[ServerRow]
+    following: int | None = None
+
+
 class Log(Reply, frozen=True, tag=True, kw_only=True, forbid_unknown_fields=True):
     """A part of a rank's log.
 
@@ -244,7 +283,7 @@ class Stacks(Reply, frozen=True, tag=True, kw_only=True, forbid_unknown_fields=T
     left_out: int = 0
 
 
-AnyReply = Denied | Done | Status | Nodes | Ranks | Log | Stacks
+AnyReply = Denied | Done | Status | Nodes | Ranks | Servers | Log | Stacks
 
 
 class Question(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):

@@ -16,12 +16,15 @@ from msrun.cluster.liveness.collectives import GROUPS_MAX, Collective
 from msrun.cluster.liveness.stacks import Frame
 from msrun.cluster.verdict import Name, RankExit, Seconds, Verdict
 
-PROTOCOL_VERSION = 8
+PROTOCOL_VERSION = 9
 
 TERM_MAX = (1 << 31) - 1
+# As many fit with their pids into one frame of a node that has them all.
+SERVERS_MAX = 1024
 
 # Impossible values are refused by the decoder, so that no machine ever counts with them.
 Slots = Annotated[int, msgspec.Meta(ge=1, le=1 << 16)]
+Servers = Annotated[int, msgspec.Meta(ge=0, le=SERVERS_MAX)]
 Signum = Annotated[int, msgspec.Meta(ge=1, le=64)]
 Code = Annotated[int, msgspec.Meta(ge=0, le=255)]
 Term = Annotated[int, msgspec.Meta(ge=0, le=TERM_MAX)]
@@ -52,6 +55,7 @@ class Formation(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields
         release: Version of msrun.
         python: Version of Python that workers run, as far as programs must know it: `3.11`.
         torch: Version of torch that they import; empty without torch, or without Python.
+        servers: Parameter servers that all nodes have together.
     """
 
     nnodes_min: int = 1
@@ -61,6 +65,7 @@ class Formation(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields
     release: Name = ""
     python: Name = ""
     torch: Name = ""
+    servers: Servers = 0
 
     @property
     def is_elastic(self) -> bool:
@@ -160,6 +165,42 @@ class NodeFailed(Body, frozen=True, tag=True, kw_only=True, forbid_unknown_field
     code: Code
 
 
+class RunningServer(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
+    """A parameter server.
+
+    Args:
+        server: Its number.
+        pid: Its pid; 0 while none is known.
+        restarts: How often it was started again.
+    """
+
+    server: Number
+    pid: Number
+    restarts: Number = 0
+
+
+class ServersChanged(Body, frozen=True, tag=True, kw_only=True, forbid_unknown_fields=True):
+    """The parameter servers of the node, each time one of them starts or ends."""
+
+    servers: Annotated[list[RunningServer], msgspec.Meta(max_length=SERVERS_MAX)]
+
+
+class ServerFailed(Body, frozen=True, tag=True, kw_only=True, forbid_unknown_fields=True):
+    """A parameter server ended and is not started again, so the job cannot go on.
+
+    Args:
+        exit: Its end.
+        reason: Why it is not started again; empty where no restart was asked for.
+        code: Exit code that replaces its own; None keeps it.
+        hint: What to do next.
+    """
+
+    exit: RankExit
+    reason: Reason = ""
+    code: Code | None = None
+    hint: Reason = ""
+
+
 class Start(Body, frozen=True, tag=True, kw_only=True, forbid_unknown_fields=True):
     """Start the generation's workers on this node.
 
@@ -194,10 +235,12 @@ class Stop(Body, frozen=True, tag=True, kw_only=True, forbid_unknown_fields=True
     Args:
         reason: Why, as one sentence.
         signum: Signal that asks the workers to end.
+        servers: Kill the parameter servers too: they may be other nodes' by now.
     """
 
     reason: str
     signum: Signum = signal.SIGTERM
+    servers: bool = False
 
 
 class Restarting(Body, frozen=True, tag=True, kw_only=True, forbid_unknown_fields=True):
@@ -375,6 +418,8 @@ FromAgent = (
     | Drained
     | Interrupted
     | NodeFailed
+    | ServersChanged
+    | ServerFailed
     | Running
     | Stalled
     | Stack

@@ -43,6 +43,7 @@ from msrun.parallel.local import is_sharded, local_part
 from msrun.parallel.rank_context import RankContext
 
 _GIVEN = "the state dict that load_state_dict was given"
+_READ = "the batches of rt.loader"
 _FIRST_STEPS = frozenset([1, 3, 10, 30, 100, 300])
 _EVERY = 1000
 _COLUMNS = 4096
@@ -146,7 +147,7 @@ class ReplicaDigest:
         of_ranks = messages.gather_all(sentence, str, None, self._context.device)
         sentence = next(filter(None, of_ranks), "")
         if sentence:
-            raise RanksDisagreeError(sentence, hint=_HINT)
+            raise RanksDisagreeError(sentence, hint=_HINT_READ if _READ in sentence else _HINT)
         if not self._has_warned:
             self._has_warned = True
             warnings.warn(
@@ -167,6 +168,8 @@ class ReplicaDigest:
                 yield name, buffer
         if self._given is not None:
             yield _GIVEN, self._given
+        if digest := self._context.batch.current.digest:
+            yield _READ, torch.tensor([digest], device=self._context.device)
 
     def _replicated(self, tensor: Tensor) -> set[str]:
         """Return the axes along which ranks hold equal parts of `tensor`."""
@@ -274,6 +277,9 @@ _HINT = (
     "change weights before rt.shard, or on all ranks alike; average what forward writes into a "
     "buffer with all_reduce of msrun.parallel.collectives, or say `batch_norm: local` to leave "
     "each rank its own buffers"
+)
+_HINT_READ = (
+    "every rank reads the whole stream: let the dataset shuffle and draw with one seed on all ranks"
 )
 
 

@@ -6,13 +6,13 @@ of a row and an expert is sent as a row of its own:
 1. `route` sorts the pairs by expert.  Ranks own runs of experts, so this is also by rank.  Ranks
    tell each other how many rows of each expert they will send: one all-to-all of a number for each
    expert, and the only wait of the host, which needs the sizes of what follows.
-2. `taken` puts the rows in that order; `sent` exchanges them by one all-to-all.
-3. The experts of the rank compute.  `sent` brings the results back the same way.
+2. `taken` puts the rows in that order; `sent` exchanges them, and their weights, by one all-to-all.
+3. The experts of the rank compute.  `sent_back` brings the results back the same way.
 4. `summed` adds up the `k` results of each row.
 
-The gradient of `sent` is `sent` the other way round, so it has as many bytes.  The gradients of
-`taken` and `summed` are each other: each row is written once, so sums have one order and results
-are the same in every run, which they are not with `index_add_` on accelerators.
+The gradient of an exchange is the exchange the other way round, so it has as many bytes.  The
+gradients of `taken` and `summed` are each other: each row is written once, so sums have one order
+and results are the same in every run, which they are not with `index_add_` on accelerators.
 
 All ranks of the group call these functions equally often, forward and backward.  A rank that gets
 no row still takes part: its tensors have 0 rows.
@@ -20,7 +20,6 @@ no row still takes part: its tensors have 0 rows.
 
 from __future__ import annotations
 
-from collections.abc import Sequence
 from typing import Any, NamedTuple
 
 import torch
@@ -28,7 +27,10 @@ import torch.distributed as dist
 from torch import Tensor
 from torch.autograd import Function
 
-from msrun.parallel.torch_compat import functional_collectives
+from msrun.parallel.torch_compat import functional_collective
+
+# Ranks, the rows that go to each, and the rows that come from each.
+_Peers = tuple[dist.ProcessGroup, list[int], list[int]]
 
 
 class Route(NamedTuple):
@@ -68,7 +70,7 @@ def route(index: Tensor, experts: int, group: dist.ProcessGroup) -> Route:
         0, flat.long(), torch.ones_like(flat, dtype=torch.long)
     )[:experts]
     rows = [own] * ranks
-    [arriving] = functional_collectives("all_to_all_single", [counts], rows, rows, group=group)
+    arriving = functional_collective("all_to_all_single", counts, rows, rows, group=group)
     order = flat.argsort(stable=True)
     sizes = torch.stack([counts.view(ranks, own).sum(1), arriving.view(ranks, own).sum(1)])
     sent, received = sizes.tolist()
@@ -95,19 +97,26 @@ def summed(x: Tensor, way: Route) -> Tensor:
     return found
 
 
-def sent(
-    tensors: Sequence[Tensor], way: Route, group: dist.ProcessGroup, *, is_back: bool = False
-) -> list[Tensor]:
-    """Return what other ranks send of each of `tensors`, whose rows are pairs.
+def sent(x: Tensor, weights: Tensor, way: Route, group: dist.ProcessGroup) -> tuple[Tensor, Tensor]:
+    """Return the rows and weights of pairs that other ranks send.
 
     Args:
-        tensors: Of pairs.
+        x: Row of each pair that this rank sends.
+        weights: Weight of each.
         way: Of the pairs.
         group: Ranks that share the experts.
-        is_back: Whether results go back.
     """
-    sizes = (way.received, way.sent) if is_back else (way.sent, way.received)
-    return list(_apply(_Sent, group, *sizes, *tensors))
+    peers = group, way.sent, way.received
+    if weights.element_size() % x.element_size():
+        return _apply(_Sent, peers, x), _apply(_Sent, peers, weights)
+    arrived, factors = _apply(_SentTogether, peers, x, weights)
+    return arrived, factors
+
+
+def sent_back(x: Tensor, way: Route, group: dist.ProcessGroup) -> Tensor:
+    """Return the rows of the pairs that this rank has sent, after other ranks computed them."""
+    found: Tensor = _apply(_Sent, (group, way.received, way.sent), x)
+    return found
 
 
 class _Taken(Function):
@@ -130,7 +139,8 @@ class _Summed(Function):
         # exchange, so no rank ends before, such as one whose experts got no row.
         ctx.save_for_backward(order)
         ctx.sizes = rows, choices
-        pairs = x.new_zeros(rows * choices, *x.shape[1:]).index_copy_(0, order, x)
+        room = x.new_empty if len(order) == rows * choices else x.new_zeros
+        pairs = room(rows * choices, *x.shape[1:]).index_copy_(0, order, x)
         return pairs.view(rows, choices, *x.shape[1:]).sum(1) if choices > 1 else pairs
 
     @staticmethod
@@ -141,25 +151,32 @@ class _Summed(Function):
 
 class _Sent(Function):
     @staticmethod
-    def forward(
-        ctx: Any,
-        group: dist.ProcessGroup,
-        sent_rows: list[int],
-        received_rows: list[int],
-        *tensors: Tensor,
-    ) -> tuple[Tensor, ...]:
-        ctx.way = group, received_rows, sent_rows
-        parts = [tensor.contiguous() for tensor in tensors]
-        # All are on their way before the first is waited for.
-        return tuple(
-            functional_collectives(
-                "all_to_all_single", parts, received_rows, sent_rows, group=group
-            )
-        )
+    def forward(ctx: Any, peers: _Peers, x: Tensor) -> Tensor:
+        group, away, here = peers
+        ctx.back = group, here, away
+        return functional_collective("all_to_all_single", x.contiguous(), here, away, group=group)
 
     @staticmethod
-    def backward(ctx: Any, *gradients: Tensor) -> tuple[Tensor | None, ...]:
-        return (None, None, None, *_apply(_Sent, *ctx.way, *gradients))
+    def backward(ctx: Any, gradient: Tensor) -> tuple[Tensor | None, ...]:
+        return None, _apply(_Sent, ctx.back, gradient)
+
+
+class _SentTogether(Function):
+    """As `_Sent` for rows with a number each, whose bits are further columns of the rows."""
+
+    @staticmethod
+    def forward(ctx: Any, peers: _Peers, x: Tensor, weights: Tensor) -> tuple[Tensor, Tensor]:
+        group, away, here = peers
+        ctx.back = group, here, away
+        packed = torch.cat([x, weights.unsqueeze(1).view(x.dtype)], 1)
+        arrived = functional_collective("all_to_all_single", packed, here, away, group=group)
+        width = x.size(1)
+        rows, bits = arrived[:, :width].contiguous(), arrived[:, width:].contiguous()
+        return rows, bits.view(weights.dtype).squeeze(1)
+
+    @staticmethod
+    def backward(ctx: Any, gradient: Tensor, of_weights: Tensor) -> tuple[Tensor | None, ...]:
+        return None, *_apply(_SentTogether, ctx.back, gradient, of_weights.contiguous())
 
 
 def _apply(function: type[Function], *arguments: Any) -> Any:

@@ -50,7 +50,7 @@ from msrun.errors import ModelError
 from msrun.parallel import torch_compat
 from msrun.parallel.config import DATA_AXIS, ParallelConfig
 from msrun.parallel.experts.arguments import TAKEN, Arguments
-from msrun.parallel.experts.dispatch import route, sent, summed, taken
+from msrun.parallel.experts.dispatch import route, sent, sent_back, summed, taken
 from msrun.parallel.experts.probe import Probe
 from msrun.parallel.foreach.lists import support_lists
 from msrun.parallel.layout import EXPERT_AXIS, EXPERT_COPIES
@@ -142,7 +142,7 @@ class _Routed:
         group = self._mesh.get_group(EXPERT_AXIS)
         way = route(index.reshape(len(index), -1), self._experts, group)
         pairs = weights.reshape(-1).index_select(0, way.order)
-        arrived, factors = sent([taken(tokens, way), pairs], way, group)
+        arrived, factors = sent(taken(tokens, way), pairs, way, group)
         own = _own_weights(self._module, self._share)
         number = len(next(iter(own.values())))
         output = arrived
@@ -157,8 +157,7 @@ class _Routed:
                 output = call(arrived, way.experts.to(index.dtype), factors).to(arrived.dtype)
         if not (output.requires_grad and len(arrived)):
             output = _bound(output, own)
-        [returned] = sent([output], way, group, is_back=True)
-        return summed(returned, way)
+        return summed(sent_back(output, way, group), way)
 
 
 def _own_weights(module: nn.Module, share: float) -> dict[str, Tensor]:

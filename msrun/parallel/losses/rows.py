@@ -1,9 +1,10 @@
-"""Samples that a loss function takes by their position, such as `output[:k]`.
+"""Samples that a loss function or a model takes by their position, such as `output[:k]`.
 
 The first k samples of each part of the batch are not the first k of the batch.  A loop over slices
 that does the same with each, such as a loss in chunks to save memory, is right: its slices have all
-samples together.  So of a tensor it is known which rows it comes from, and of rows which functions
-got them.  Refused are
+samples together.  So of a tensor it is known which rows it comes from, and by which functions since
+they were cut.  Where slices meet again, in `cat` or in a sum of numbers, they are the batch if they
+have all rows and went through the same functions.  Refused are
 
 - rows that leave out others, where the loss depends on them,
 - rows of which others are treated otherwise, and
@@ -15,20 +16,35 @@ A shift by few rows is left alone: in batches with the sequence first, targets a
 from __future__ import annotations
 
 from collections.abc import Callable, Mapping, Sequence
-from typing import Any
+from typing import Any, NamedTuple
 
 from torch import Tensor
 
-_ROWS = "msrun_rows"
+# Attributes of tensors: of a watch of the loss function, and of one of the model.
+_OF_LOSS, _OF_MODEL = "msrun_rows", "msrun_model_rows"
 _CUTTING = frozenset(
     ["__getitem__", "narrow", "select", "chunk", "split", "tensor_split", "unbind"]
 )
-_JOINING = frozenset(["cat", "concat", "concatenate", "stack"])
+_JOINING = frozenset(["cat", "concat", "concatenate", "stack", "hstack", "vstack", "dstack"])
+_JOINING |= {"row_stack", "column_stack", "pad_sequence", "block_diag", "as_nested_tensor"}
+_JOINING |= {"nested_tensor", "_nested_tensor_from_tensor_list"}
 _ADDING = frozenset(["add", "__add__", "__radd__", "__iadd__", "add_"])
 
 Rows = frozenset[int]
 # Rows that were computed with others.
 _MIXED: Rows = frozenset([-1])
+
+
+class RowsOrigin(NamedTuple):
+    """Where a tensor comes from.
+
+    Args:
+        rows: Of the batch.
+        history: A number of the functions since they were cut.
+    """
+
+    rows: Rows
+    history: int = 0
 
 
 class RowsWatch:
@@ -37,15 +53,20 @@ class RowsWatch:
     Args:
         number: Of the watch.
         samples: Samples of this part of the batch.
+        of_model: Whether it also looks at the model; both kinds look at a loss function.
+
+    Attributes:
+        has_cut: Whether rows were cut.
     """
 
-    def __init__(self, number: int, samples: int) -> None:
+    has_cut = False
+
+    def __init__(self, number: int, samples: int, *, of_model: bool = False) -> None:
         self._number = number
+        self._mark = _OF_MODEL if of_model else _OF_LOSS
         self._samples = samples
         # A part of one sample says what is cut, and not what is left out: as of two samples.
         self._every: Rows = frozenset(range(max(samples, 2)))
-        # Rows -> the functions that got them, in order.
-        self._functions: dict[Rows, list[str]] = {}
 
     def follow(
         self,
@@ -68,36 +89,44 @@ class RowsWatch:
         if name in _CUTTING and isinstance(first, Tensor) and is_sample(first):
             self._cut(name, args, kwargs, results)
             return
-        if not self._functions:
+        if not self.has_cut:
             return
-        given = [
-            (tensor, rows)
-            for tensor in _tensors((*args, *kwargs.values()))
-            if (rows := self._rows(tensor, is_sample)) is not None
-        ]
-        sets = {rows for _, rows in given if rows != self._every}
-        if not sets:
+        given = _tensors((*args, *kwargs.values()))
+        found = [(tensor, origin) for tensor in given if (origin := self._noted(tensor))]
+        if not found:
             return
-        union = frozenset[int]().union(*sets)
-        whole = {rows for _, rows in given if rows == self._every}
+        origins = [origin for _, origin in found]
+        has_whole = any(
+            tensor.dim() and len(tensor) == self._samples and is_sample(tensor)
+            for tensor in given
+            if not self._noted(tensor)
+        )
         is_sum = name in _ADDING and all(not tensor.dim() for tensor in results)
-        if len(sets) + len(whole) > 1 and not (is_sum or name in _JOINING):
-            if any(_is_shift(one, other) for one in sets for other in sets | whole):
-                return
-            union = _MIXED
-        elif len(sets) == 1 and results and not is_sum:
-            self._functions.setdefault(union, []).append(name)
-        for tensor in results:
-            setattr(tensor, _ROWS, (self._number, union))
+        if is_sum or name in _JOINING:
+            self._note(results, self._joined(origins, has_whole=has_whole))
+            return
+        sets = {rows for rows, _ in origins}
+        if len(sets) + has_whole == 1 and _MIXED not in sets:
+            # One row of integers may be left alone by `SampleWatch`, and so have no history.
+            histories = tuple(own.history for x, own in found if x.is_floating_point())
+            self._note(results, RowsOrigin(next(iter(sets)), hash((name, histories))))
+        elif not any(_is_shift(one, other) for one in sets for other in sets):
+            self._note(results, RowsOrigin(_MIXED))
+
+    def _joined(self, origins: Sequence[RowsOrigin], *, has_whole: bool) -> RowsOrigin | None:
+        """Return where values that come together are from; None for the whole batch."""
+        rows = frozenset[int]().union(*(origin.rows for origin in origins))
+        histories = {origin.history for origin in origins}
+        if has_whole or len(histories) > 1 or -1 in rows:
+            return RowsOrigin(_MIXED)
+        return None if rows == self._every else RowsOrigin(rows, histories.pop())
 
     def problem(self, loss: Tensor) -> str:
         """Return what `loss` depends on that has no counterpart in the whole batch; or nothing."""
-        rows = self._noted(loss)
-        if rows is None or (self._samples == 1 and rows != _MIXED):
+        origin = self._noted(loss)
+        if origin is None or (self._samples == 1 and origin.rows != _MIXED):
             return ""
-        kinds = {tuple(names) for own, names in self._functions.items() if own <= rows and names}
-        is_right = rows == self._every and len(kinds) < 2  # noqa: PLR2004 - all are alike
-        return "" if is_right else "samples by their position"
+        return "samples by their position"
 
     def _cut(
         self, name: str, args: Sequence[Any], kwargs: Mapping[str, Any], results: Sequence[Tensor]
@@ -105,38 +134,31 @@ class RowsWatch:
         """Note the rows of parts along dim 0 of a tensor."""
         x: Tensor = args[0]
         own = self._noted(x)
-        places = [*range(self._samples)] if own is None else sorted(own)
+        places = [*range(self._samples)] if own is None else sorted(own.rows)
         parts = None
         if x.dim() and len(x) == len(places) and -1 not in places:
             parts = _parts(name, args, kwargs, results, places)
         if parts is None:
-            self._keep(x, results)
+            self._note(results, own)
             return
         for tensor, part in zip(results, parts, strict=True):
             rows = frozenset(part)
             if self._samples == 1 and name == "__getitem__" and _is_place(args[1]):
                 rows = _MIXED
             elif part == places and (self._samples > 1 or _is_all(args[1:])):
-                self._keep(x, [tensor])
+                self._note([tensor], own)
                 continue
-            self._functions.setdefault(rows, [])
-            setattr(tensor, _ROWS, (self._number, rows))
+            self.has_cut = True
+            self._note([tensor], RowsOrigin(rows, own.history if own else 0))
 
-    def _keep(self, x: Tensor, results: Sequence[Tensor]) -> None:
-        if (rows := self._noted(x)) is not None:
-            for tensor in results:
-                setattr(tensor, _ROWS, (self._number, rows))
+    def _note(self, results: Sequence[Tensor], origin: RowsOrigin | None) -> None:
+        for tensor in results:
+            if origin is not None or self._noted(tensor):
+                setattr(tensor, self._mark, (self._number, origin))
 
-    def _noted(self, tensor: Tensor) -> Rows | None:
-        number, rows = getattr(tensor, _ROWS, (None, None))
-        return rows if number == self._number else None
-
-    def _rows(self, tensor: Tensor, is_sample: Callable[[Tensor], bool]) -> Rows | None:
-        """Return the rows of an argument: all of one that has all samples in dim 0."""
-        if (rows := self._noted(tensor)) is not None:
-            return rows
-        has_all = tensor.dim() > 0 and len(tensor) == self._samples and is_sample(tensor)
-        return self._every if has_all else None
+    def _noted(self, tensor: Tensor) -> RowsOrigin | None:
+        number, origin = getattr(tensor, self._mark, (None, None))
+        return origin if number == self._number else None
 
 
 def _parts(

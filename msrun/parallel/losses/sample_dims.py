@@ -70,6 +70,15 @@ class Known(NamedTuple):
     mixture: Mixture | None = None
 
 
+def script_line() -> str:
+    """Return the last line that runs and is no library's."""
+    for frame in reversed(traceback.extract_stack()):
+        path = Path(frame.filename)
+        if not any(library in path.parents for library in _LIBRARIES):
+            return f" ({path.name}, line {frame.lineno})"
+    return ""
+
+
 @dataclass(frozen=True, slots=True)
 class TorchCall:
     """A function of torch that was called.
@@ -97,14 +106,8 @@ class TorchCall:
         return self.marks.get(id(value))
 
     def line(self) -> str:
-        """Return where in the model it was called: its last line that is no library's."""
-        if self.place is not None:
-            return self.place
-        for frame in reversed(traceback.extract_stack()):
-            path = Path(frame.filename)
-            if not any(library in path.parents for library in _LIBRARIES):
-                return f" ({path.name}, line {frame.lineno})"
-        return ""
+        """Return where in the model it was called."""
+        return script_line() if self.place is None else self.place
 
     def value(self, place: int, name: str, default: Any = None) -> Any:
         """Return an argument by position or name."""

@@ -6,6 +6,8 @@ first forward pass and loss of a model, and follows the dim of samples by the ru
 `sample_dims`.  Later steps do without it.  A stage of a pipeline sees a part of the forward; there
 it is active while the whole one is recorded, and the last stage gets what is `known` of outputs.
 
+Samples that are taken by their position, such as `x[:k]`, are followed by `rows`.
+
 What it finds counts only if the loss depends on it, which the graph of autograd says; so metrics
 and buffers may mix samples.  Micro-batches cut dim 0 of the batch, so there a mixture is refused.
 Data-parallel ranks alone may have a batch with the sequence first, or add up statistics by
@@ -16,7 +18,7 @@ from __future__ import annotations
 
 import itertools
 import warnings
-from collections.abc import Callable, Iterable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from typing import Any
 
 from torch import Tensor
@@ -26,6 +28,7 @@ from torch.overrides import TorchFunctionMode
 from msrun.errors import ModelError
 from msrun.parallel.config import ROOT
 from msrun.parallel.losses.batch import tensors_in
+from msrun.parallel.losses.rows import RowsWatch
 from msrun.parallel.losses.sample_dims import (
     PROPERTIES,
     Known,
@@ -34,6 +37,7 @@ from msrun.parallel.losses.sample_dims import (
     Outcome,
     TorchCall,
     result_of,
+    script_line,
 )
 from msrun.parallel.torch_compat import write_count
 
@@ -67,6 +71,8 @@ class SampleWatch(TorchFunctionMode):
         super().__init__()
         self.samples = samples
         self._number = next(_watches)
+        self._rows = RowsWatch(self._number, samples, of_model=True)
+        self._cut = ""  # where rows were cut first
         # Mixtures and the nodes of autograd whose results have them.
         self._found: list[tuple[Mixture, Any]] = []
         for tensor in tensors_in(batch) if samples > 1 else ():
@@ -88,6 +94,8 @@ class SampleWatch(TorchFunctionMode):
         marks = {id(tensor): mark for tensor in given if (mark := self._mark(tensor))}
         mixture = next(filter(None, map(self._mixture, given)), None)
         result = func(*args, **kwargs)
+        if marks or self._rows.has_cut:
+            self._follow(func, args, kwargs, result, marks)
         if not (marks or mixture):
             return result
         results = list(_tensors((result,)))
@@ -97,6 +105,29 @@ class SampleWatch(TorchFunctionMode):
             call = TorchCall(_name(func), args, kwargs, tensor, marks, self.samples)
             self._note(tensor, result_of(call), mixture)
         return result
+
+    def _follow(
+        self,
+        func: Callable[..., Any],
+        args: tuple[Any, ...],
+        kwargs: dict[str, Any],
+        result: Any,
+        marks: Mapping[int, Mark],
+    ) -> None:
+        """Note which rows a result comes from."""
+
+        def is_sample(tensor: Tensor) -> bool:
+            mark = marks.get(id(tensor))
+            return mark is not None and mark.dim == 0
+
+        name = getattr(func, "__name__", "")
+        results = [tensor for tensor in tensors_in(result) if not tensor.is_inference()]
+        if _is_row_of_integers(args, results):
+            return
+        had_cut = self._rows.has_cut
+        self._rows.follow(name, args, kwargs, results, is_sample)
+        if self._rows.has_cut and not had_cut:
+            self._cut = script_line()
 
     def _note(self, tensor: Tensor, outcome: Outcome, mixture: Mixture | None) -> None:
         """Note what is known of a result, of which some argument may have a `mixture` already."""
@@ -130,13 +161,18 @@ class SampleWatch(TorchFunctionMode):
         number, mixture = getattr(tensor, _MIXTURE, (None, None))
         return mixture if number == self._number else None
 
+    def _by_position(self, tensor: Tensor) -> Mixture | None:
+        problem = self._rows.problem(tensor)
+        return Mixture(problem + self._cut) if problem else None
+
     def known(self, outputs: Sequence[Tensor]) -> tuple[Known, ...]:
         """Return what is known of outputs of the model, for a watch of the loss alone."""
         found = []
         for tensor in outputs:
             nodes = _graph(tensor) if self._found else set()
             reached = next((mixture for mixture, node in self._found if node in nodes), None)
-            found.append(Known(self._mark(tensor), reached or self._mixture(tensor)))
+            reached = reached or self._mixture(tensor) or self._by_position(tensor)
+            found.append(Known(self._mark(tensor), reached))
         return tuple(found)
 
     def seed(self, outputs: Sequence[Tensor], known: Sequence[Known]) -> None:
@@ -156,6 +192,7 @@ class SampleWatch(TorchFunctionMode):
         found, self._found = self._found, []
         nodes = _graph(loss) if found else set()
         reached = next((mixture for mixture, node in found if node in nodes), None)
+        reached = reached or self._by_position(loss)
         if reached is None:
             return None
         text = (
@@ -202,6 +239,14 @@ def _tensors(values: Iterable[Any]) -> Iterator[Tensor]:
             yield value
         elif isinstance(value, tuple | list):
             yield from (item for item in value if isinstance(item, Tensor))
+
+
+def _is_row_of_integers(args: Sequence[Any], results: Sequence[Tensor]) -> bool:
+    """Return whether a function takes one row of integers: of positions or masks all are equal."""
+    x = args[0] if args else None
+    if not isinstance(x, Tensor) or x.is_floating_point() or not x.dim():
+        return False
+    return all(tensor.dim() < x.dim() or len(tensor) == 1 for tensor in results)
 
 
 def _name(func: Callable[..., Any]) -> str:

@@ -70,6 +70,14 @@ class Term:
         return self.count is None and not (self.is_opaque or self.columns)
 
 
+def sum_of(sums: Sequence[Term], total: Tensor, columns: Columns) -> Term:
+    """Return the term of the sum of `sums`, or of their collection."""
+    known = all(term.elements for term in sums)
+    elements = sum(term.elements for term in sums) if known else 0
+    name = sums[0].name
+    return Term(name=name, total=total, elements=elements, columns=columns)
+
+
 @dataclass(frozen=True, slots=True, kw_only=True, eq=False)
 class PartLoss:
     """The loss of one part of a batch.

@@ -9,8 +9,9 @@ sums is a mean as well.  Then the loss that the script returns is one of these:
 - linear: a linear function of means, such as a cross entropy and a penalty.
 - plain: anything else.  Its mean over samples is right for a mean of samples.
 
-A sum times a number is none of these: it may be a mean by hand or a scaled sum.  It is a mean if
-the number divides it and is that of the samples or elements; any other one is refused.
+A sum of sums is a sum, such as that of the losses of chunks.  A sum times a number is none of
+these: it may be a mean by hand or a scaled sum.  It is a mean if the number divides it and is that
+of the samples or elements; any other one is refused.
 
 A tensor is linked to what it was computed from (`_SOURCES`): to the batch, and to terms.  So a mean
 over weights, or over values that contain a mean, is not mistaken for one over samples.  A function
@@ -23,7 +24,7 @@ same; `tally` compares them to be sure.
 from __future__ import annotations
 
 import itertools
-from collections.abc import Callable, Iterable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from dataclasses import replace
 from typing import Any
 
@@ -38,7 +39,16 @@ from msrun.parallel.losses.batch import tensors_in
 from msrun.parallel.losses.linearity import check_columns, of_part, slopes_by
 from msrun.parallel.losses.mixing import Columns, columns, has_pairs, moves_samples
 from msrun.parallel.losses.rows import RowsWatch
-from msrun.parallel.losses.terms import NO_LIMIT, Kind, Limit, PartLoss, Term, count_type
+from msrun.parallel.losses.terms import (
+    NO_LIMIT,
+    Kind,
+    Limit,
+    PartLoss,
+    Term,
+    count_type,
+    sum_of,
+)
+from msrun.parallel.losses.torch_calls import deciding, is_zero, note_zero, written_by
 from msrun.parallel.losses.torch_losses import (
     BY_CLASS,
     BY_ELEMENT,
@@ -46,7 +56,7 @@ from msrun.parallel.losses.torch_losses import (
     count_targets,
     reduction_of,
 )
-from msrun.parallel.torch_compat import viewed, write_count
+from msrun.parallel.torch_compat import write_count
 
 # Attributes of tensors, since a table of tensors would keep them all in memory: the term that a
 # tensor is the value of, what it was computed from, and whether it counts 0, 1, 2, ...  The first
@@ -72,6 +82,7 @@ _DIVIDING = frozenset(["div", "true_divide", "__truediv__"])
 _MULTIPLYING = frozenset(["mul", "multiply", "__mul__", "__rmul__"])
 _LIMITING = frozenset(["clamp", "clip", "clamp_min"])
 _ADDING = frozenset(["add", "__add__", "__radd__"])
+_ADDING_IN_PLACE = frozenset(["__iadd__", "add_"])
 # How many elements their result has depends on values.
 _FINDING = frozenset(["nonzero", "argwhere"])
 # Their result has the values of their first argument.
@@ -123,18 +134,32 @@ class LossWatch(TorchFunctionMode):
     def _run(self, func: Callable[..., Any], args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
         """Return what `func` returns, or an equal tensor of which more is known."""
         name = getattr(func, "__name__", "")
-        sources = self._sources((*args, *kwargs.values())) if self._needs_sources() else _NOTHING
+        needs = self._needs_sources()
+        sources = self._sources(deciding(name, args, kwargs)) if needs else _NOTHING
         if func in LOSSES:
             return self._loss(func, args, kwargs, sources)
+        sums = self._sums(name, args) if not kwargs else None  # before they are written
         result = func(*args, **kwargs)
         self._mixed(name, result, args, kwargs, sources)
         if not isinstance(result, Tensor):
             return result
-        if self._takes_all and self._are_weights((*args, *kwargs.values())):
+        if sums:
+            term = sum_of(sums, full_tensor(result), columns="sum" if name == "stack" else "")
+            batch = _NOTHING if self._takes_all else _ONLY_BATCH
+            self._leave(result, term, sources - {self._terms.index(own) for own in sums} | batch)
+        elif self._takes_all and self._are_weights((*args, *kwargs.values())):
             setattr(result, _OF_WEIGHTS, self._number)
-            return result
-        if name in _REDUCING and not result.dim():
+        elif name in _REDUCING and not result.dim():
             return self._reduced(name, result, args, kwargs, sources)
+        else:
+            return self._noted(name, result, args, kwargs)
+        return result
+
+    def _noted(
+        self, name: str, result: Tensor, args: tuple[Any, ...], kwargs: dict[str, Any]
+    ) -> Tensor:
+        """Return `result`, of which some functions say more."""
+        note_zero(name, result, args)
         if name == "arange" and len(args) == 1:
             setattr(result, _RANGE, True)
         if name == "randperm":
@@ -156,7 +181,7 @@ class LossWatch(TorchFunctionMode):
     ) -> None:
         """Link `result`; where it mixes samples it leaves a term that the loss must fit."""
         tensors = [result] if isinstance(result, Tensor) else tensors_in(result)
-        written = _written(name, args, result)
+        written = written_by(name, args, result)
         for tensor in [*tensors, *written]:
             self._link(tensor, sources)
         if name in _FINDING or (name == "where" and len(args) == 1):
@@ -183,10 +208,27 @@ class LossWatch(TorchFunctionMode):
                 name=shown,
                 total=tensor,
                 is_opaque=kind == "opaque",
+                elements=args[0].numel() if kind == "sum" and args else 0,
                 columns=kind,
                 has_pairs=shown.startswith("pairs"),
             )
             self._leave(tensor, term, sources)
+
+    def _sums(self, name: str, args: tuple[Any, ...]) -> list[Term]:
+        """Return the sums over the batch that a function adds up, or collects; else nothing."""
+        parts: Sequence[Any] = ()
+        if name in _ADDING or name in _ADDING_IN_PLACE:
+            parts = args
+        elif name == "stack" and isinstance(args[0], tuple | list):
+            parts = args[0]
+        found = []
+        for part in parts:
+            term = self._own_term(part) if isinstance(part, Tensor) else None
+            if term and term.is_sum and not term.is_scaled and term.limit == NO_LIMIT:
+                found.append(term)
+            elif not is_zero(part) or name == "stack":
+                return []
+        return found
 
     def _found(self, sources: frozenset[int]) -> None:
         """Note which terms decide how many elements there are, and by this what the loss is."""
@@ -300,9 +342,11 @@ class LossWatch(TorchFunctionMode):
     ) -> Tensor:
         """Return the mean or sum `result`; over elements of the batch it leaves a term."""
         x = args[0] if args else kwargs.get("input")
-        if isinstance(x, Tensor) and name in _SUMS and (own := self._own_term(x)):
-            # The sum of the sums of columns is one sum.
-            sources -= {self._terms.index(own)} if own.columns == "sum" else _NOTHING
+        elements = x.numel() if isinstance(x, Tensor) else 0
+        own = self._own_term(x) if isinstance(x, Tensor) and name in _SUMS else None
+        if own and own.columns == "sum":  # the sum of the sums of columns is one sum
+            sources -= {self._terms.index(own)}
+            elements = own.elements
         self._link(result, sources)
         if isinstance(x, Tensor) and not x.dim():
             self._keep(x, result)
@@ -318,7 +362,7 @@ class LossWatch(TorchFunctionMode):
                 name=name,
                 total=full_tensor(result),
                 is_opaque=name in _OPAQUE,
-                elements=x.numel(),
+                elements=elements,
             )
             self._leave(result, term)
         return result
@@ -392,7 +436,7 @@ class LossWatch(TorchFunctionMode):
         """Note that `result` is the value of `term`, which was computed from other `sources`."""
         number = len(self._terms)
         self._terms.append(term)
-        setattr(result, _TERM, (self._number, number))
+        setattr(result, _TERM, (self._number, number, write_count(result)))
         setattr(result, _SOURCES, (self._number, sources | {number}))
 
     def _link(self, value: Any, sources: frozenset[int]) -> None:
@@ -404,12 +448,13 @@ class LossWatch(TorchFunctionMode):
         if hasattr(source, _RANGE):
             setattr(result, _RANGE, True)
         if self._own_term(source) and result.numel() == 1:
-            setattr(result, _TERM, getattr(source, _TERM))
+            setattr(result, _TERM, (*getattr(source, _TERM)[:2], write_count(result)))
 
     def _own_term(self, value: Tensor) -> Term | None:
         """Return the term whose value `value` still is."""
-        watch, number = getattr(value, _TERM, (None, 0))
-        return self._terms[number] if watch == self._number and not write_count(value) else None
+        watch, number, written = getattr(value, _TERM, (None, 0, 0))
+        is_same = watch == self._number and write_count(value) == written
+        return self._terms[number] if is_same else None
 
     def _is_data(self, sources: frozenset[int]) -> bool:
         """Return whether what has these sources is a part of the batch without any term."""
@@ -446,14 +491,3 @@ def whole(value: Tensor) -> Tensor:
     """Return `value`, which is no part of the batch any more but has all of it."""
     setattr(value, _SOURCES, (None, _NOTHING))
     return value
-
-
-def _written(name: str, args: Sequence[Any], result: Any) -> Iterator[Tensor]:
-    """Yield the tensors that a function wrote: its first argument, and what that is a view of."""
-    if not args or not isinstance(args[0], Tensor):
-        return
-    if name == "__setitem__" or result is args[0]:
-        yield args[0]
-        base = viewed(args[0])
-        if base is not None:
-            yield base

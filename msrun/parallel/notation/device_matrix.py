@@ -121,7 +121,7 @@ class TensorLayout(msgspec.Struct, frozen=True):
         if self.layout.devices != math.prod(axes.values()):
             raise ConfigError(
                 f"{where} has {self.layout.devices} devices, and {shown_ranks(axes)}",
-                hint="it counts the ranks of the plan's axes, with or without dp, and never of pp",
+                hint="it counts ranks of the plan's axes, with or without those of dp, never of pp",
             )
         ordered = _in_order(axes, self.layout.rank_list)
         try:

@@ -35,7 +35,7 @@ class ServerSnapshots(ConfigSection, frozen=True, kw_only=True):
         at_least(self, "every", 1)
 
 
-class Servers(ConfigSection, frozen=True, kw_only=True):
+class ServerParameters(ConfigSection, frozen=True, kw_only=True):
     """Parameters that live on parameter servers, which `msrun --server-num N` starts.
 
     Args:

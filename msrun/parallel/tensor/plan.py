@@ -142,6 +142,8 @@ def _rule_of(rule: PlanRule | NamedRules, name: str) -> PlanRule | None:
     """Return the rule for the module `name`, if `rule` has one."""
     if isinstance(rule, NamedRules):
         return rule.rules.get(name)
+    if rule.style == "context":
+        return None  # it shards no parameter, and other rules may match its modules
     return rule if fnmatchcase(name, rule.match) else None
 
 

@@ -36,6 +36,7 @@ from torch import Tensor
 
 from msrun.errors import ModelError
 from msrun.parallel.config import DATA_AXIS, PIPELINE_AXIS, ROOT, ParallelConfig
+from msrun.parallel.foreach.step_hooks import before_step
 from msrun.parallel.local import is_sharded, local_gradient
 from msrun.parallel.losses.batch import StepBatch, split_batch
 from msrun.parallel.rank_context import RankContext
@@ -151,7 +152,7 @@ class Verifier:
 
     def watch(self, optimizer: torch.optim.Optimizer) -> None:
         """Verify also steps of `optimizer` that the script takes without `rt.step`."""
-        optimizer.register_step_pre_hook(lambda *_: self._before_step(optimizer))
+        before_step(optimizer, lambda: self._before_step(optimizer))
 
     def _before_step(self, optimizer: torch.optim.Optimizer) -> None:
         """Verify the call that the script made of the model, unless `rt.step` made it.

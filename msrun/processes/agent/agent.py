@@ -5,12 +5,15 @@ Every process that could outlive it is below the reaper, which it starts first a
 with it, however it dies.
 """
 
+# tidy: long file, one place wires every event and every action of a node.
+
 from __future__ import annotations
 
 import secrets
 import signal
 from collections.abc import Callable
 from functools import partial
+from typing import TYPE_CHECKING
 
 import msgspec
 
@@ -26,7 +29,10 @@ from msrun.cluster.agent.events import (
     SchedulerLost,
     SchedulerMessage,
     SendToScheduler,
+    ServerEnded,
     Signalled,
+    SignalServers,
+    StartServer,
     StartWorkers,
     SweepGeneration,
     Tell,
@@ -67,6 +73,9 @@ from msrun.supervise import logs, orders, process
 from msrun.supervise.channel import ChannelClosed
 from msrun.supervise.machine import memory_cgroup_files
 from msrun.transport.loop import Loop
+
+if TYPE_CHECKING:
+    from msrun.processes.agent.parameter_servers import ParameterServers
 
 REFRESH_SECONDS = 0.05
 # Seconds for the rest of the logs: after a stop its user does not want to read all of them.
@@ -149,6 +158,7 @@ class Agent:
             self._console.say(note)
         self._node = NodeResources(own, stderr=journal if self._job.detach else None)
         self._open_watches()
+        servers = self._servers = self._open_servers()
         self._stuck: list[str] = []
         self._uplink = Uplink(
             job_id=self._job.job_id,
@@ -166,6 +176,7 @@ class Agent:
             join_timeout=self._job.join_timeout,
             lease=self._node.lease,
             scheduler=self._node.scheduler_name,
+            servers=servers.machine if servers else None,
         )
 
     def _open_watches(self) -> None:
@@ -181,8 +192,21 @@ class Agent:
             self._loop,
             self._console,
             ask_scheduler=self._greet,
-            workers=lambda: {worker.pid for worker in self._workers.values() if worker.pid},
+            workers=lambda: {
+                *(worker.pid for worker in self._workers.values() if worker.pid),
+                *self._server_pids(),
+            },
         )
+
+    def _open_servers(self) -> ParameterServers | None:
+        if not self._job.servers:
+            return None
+        from msrun.processes.agent.parameter_servers import ParameterServers  # Few jobs have any.
+
+        return ParameterServers(self._job, self._node, self._plan.machine.host, self._oom)
+
+    def _server_pids(self) -> set[int]:
+        return self._servers.pids if self._servers else set()
 
     def run(self) -> Verdict:
         """Take part in the job until its verdict, then end everything and report."""
@@ -329,7 +353,8 @@ class Agent:
         for envelope in envelopes:
             until = self._uplink.live_until
             self._after_uplink(*self._uplink.receive(envelope, now=self._loop.now()))
-            if self._uplink.live_until != until and self._state.phase is not AgentPhase.JOINING:
+            is_idle = self._state.phase is AgentPhase.JOINING and not self._server_pids()
+            if self._uplink.live_until != until and not is_idle:
                 self._node.let_live(self._state.generation, self._uplink.live_until)
 
     def _greet(self) -> None:
@@ -391,6 +416,8 @@ class Agent:
                     self._on_store_end(report)
                 case orders.Exited():
                     self._on_worker_end(report)
+                case orders.ServerSpawned() | orders.ServerExited():
+                    self._on_server(report)
 
     def _on_ready(self, ready: orders.Ready) -> None:
         self._has_imported = True
@@ -428,6 +455,14 @@ class Agent:
         if lost and is_needed and end.generation == self._state.generation:
             self._handle(lost)
 
+    def _on_server(self, report: orders.ServerSpawned | orders.ServerExited) -> None:
+        if self._servers is None:
+            return
+        event = self._servers.take(report, now=self._loop.now())
+        if isinstance(event, ServerEnded) and self._state.phase is not AgentPhase.LEAVING:
+            self._console.say(sentences.server_ended(event.exit))
+        self._handle(event)
+
     def _on_worker_end(self, end: orders.Exited) -> None:
         if end.generation != self._state.generation or end.rank is None:
             return
@@ -447,6 +482,9 @@ class Agent:
     def _perform(self, actions: list[Action]) -> None:
         self._helpers.wake_for(actions)
         for action in actions:
+            if isinstance(action, ForwardSignal | SweepGeneration | StartServer | SignalServers):
+                self._order(action)
+                continue
             match action:
                 case Join(register=register):
                     now, generation = self._loop.now(), self._state.generation
@@ -456,10 +494,6 @@ class Agent:
                     self._send(self._uplink.send(generation, body, now=self._loop.now()))
                 case StartWorkers():
                     self._start_workers(action)
-                case ForwardSignal(ranks=ranks, signum=signum):
-                    self._node.signal_workers(ranks, signum)
-                case SweepGeneration(generation=generation):
-                    self._node.tree.reaper.send(orders.Sweep(generation=generation))
                 case Announce(restarting=restarting):
                     self._announce(restarting)
                 case Tell(sentence=sentence, warn=warn):
@@ -467,6 +501,15 @@ class Agent:
                 case Conclude(verdict=verdict):
                     self._verdict = verdict
                     self._loop.stop()
+
+    def _order(self, action: ForwardSignal | SweepGeneration | StartServer | SignalServers) -> None:
+        match action:
+            case ForwardSignal(ranks=ranks, signum=signum):
+                self._node.signal_workers(ranks, signum)
+            case SweepGeneration(generation=generation, spare=spare):
+                self._node.tree.reaper.send(orders.Sweep(generation=generation, spare=list(spare)))
+            case _ if self._servers:
+                self._servers.perform(action, self._uplink.live_until)
 
     def _tell_scheduler(self, body: FromAgent) -> None:
         generation, now = self._state.generation, self._loop.now()

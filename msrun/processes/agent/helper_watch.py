@@ -10,7 +10,14 @@ from __future__ import annotations
 import os
 from collections.abc import Callable, Iterable
 
-from msrun.cluster.agent.events import Action, ForwardSignal, StartWorkers, SweepGeneration
+from msrun.cluster.agent.events import (
+    Action,
+    ForwardSignal,
+    SignalServers,
+    StartServer,
+    StartWorkers,
+    SweepGeneration,
+)
 from msrun.cluster.liveness import heartbeat
 from msrun.cluster.liveness.heartbeat import Finding, HelperLife, Wakefulness
 from msrun.processes.agent.node_resources import NodeResources
@@ -25,7 +32,7 @@ STORE = "store"
 # Of a job of a Python program: it stops the job when the program has ended.
 KEEPER = "keeper"
 # What reaper and forkserver carry out.
-_ORDERS = (StartWorkers, ForwardSignal, SweepGeneration)
+_ORDERS = (StartWorkers, ForwardSignal, SweepGeneration, StartServer, SignalServers)
 
 
 class HelperWatch:
@@ -36,7 +43,7 @@ class HelperWatch:
         loop: This process's loop.
         console: Takes messages to the user.
         ask_scheduler: Asks the scheduler for a sign of life.
-        workers: Returns the pids of the workers, which are not ours.
+        workers: Returns the pids of the workers and servers, which are not ours.
     """
 
     def __init__(

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import json
 import os
 from collections.abc import Sequence
 from pathlib import Path
@@ -12,8 +11,9 @@ from msrun.backend import LaunchPlan, WorkerPlan
 from msrun.cluster.liveness.lease import Lease, lease
 from msrun.cluster.wire.messages import Register, Start
 from msrun.errors import MsrunError, UsageError
-from msrun.job import JobSpec, ProgramKind, StartMethod
+from msrun.job import ProgramKind
 from msrun.processes import control_file, run_dir
+from msrun.processes.agent.configure import configure
 from msrun.processes.agent.mindspore import MindSporePort
 from msrun.processes.agent.output import NodeOutput
 from msrun.processes.agent.place import Place, node_name
@@ -27,7 +27,6 @@ from msrun.supervise.hccn import ask_hccn_tool, read_device_ips
 from msrun.supervise.logs import banner
 from msrun.supervise.node_plan import LOOPBACK, Placement
 from msrun.supervise.orders import (
-    Configure,
     LiveUntil,
     SignalWorkers,
     SpawnStore,
@@ -44,9 +43,6 @@ from msrun.transport.sockets import (
 )
 from msrun.worker.stacks import AGENT_SIGNAL
 
-# DDP imports the second after `init_process_group`: then its default arguments hold the
-# group, which cannot end its threads any more, and the exit may abort.
-BUILT_IN_PRELOAD = ("torch", "torch.distributed.nn")
 SCHEDULER_SECONDS = 2.0
 # With several nodes it first tells all of them how the job ended.
 FAREWELL_SECONDS = 7.0
@@ -83,6 +79,7 @@ class NodeResources:
             self._base[environ.TIMER_FILE] = self.timer_file
         self._opened: set[str] = set()
         self._workers: list[RunningWorker] = []
+        self._worker_env: dict[str, str] = {}
         self._context = new_context()
         job = plan.job
         self.formation = formation(job)
@@ -116,6 +113,11 @@ class NodeResources:
         """Name of this node in the job, the same whenever an agent is started on it again."""
         words = (self._plan.machine.host, self._job.address, node_name(self._job))
         return "/".join(filter(None, words))
+
+    @property
+    def run_dir(self) -> str:
+        """The private directory of the job on this node."""
+        return str(self._dir)
 
     @property
     def pids(self) -> set[int]:
@@ -210,12 +212,37 @@ class NodeResources:
         if not again and self._job.program.kind is not ProgramKind.COMMAND:
             data_tls.check_torch({**self._base, **env})
 
+    def hand_over_servers(self) -> None:
+        """Make the directory of the parameter servers, if there are any, with their key.
+
+        Raises:
+            OSError: It cannot be made.
+        """
+        if self._job.servers:
+            from msrun.processes import server_files  # Few jobs have any.
+
+            directory = Path(node_plan.servers_directory(self.run_dir))
+            server_files.hand_over(directory, self._secret, self._job.job_id)
+
+    def server_env(self, number: int, error_file: str) -> dict[str, str]:
+        """Return the environment of a parameter server, once there are workers.
+
+        Args:
+            number: Its number.
+            error_file: Where it leaves its exception.
+        """
+        servers = node_plan.servers_identity(self._job, self.run_dir)
+        if servers is None:
+            raise RuntimeError("the job has no servers")
+        own = environ.server_env(number, servers, self._worker_env, error_file)
+        return {**self._base, **own}
+
     def _open(self) -> None:
         env = environ.node_env(self._base, str(self._dir), _threads(self._plan))
         cgroup = self._cgroup = self._make_cgroup()
         self.containment = containment.describe(cgroup)
         self.tree = ProcessTree(
-            _configure(self._job, str(self._dir), cgroup, env[environ.OMP_THREADS]),
+            configure(self._job, str(self._dir), cgroup, env[environ.OMP_THREADS]),
             self._store_sockets,
             env,
             lock=self._place.lock,
@@ -284,11 +311,13 @@ class NodeResources:
         )
         self._make_generation_dir(generation)
         self.let_live(generation, until)
+        self.hand_over_servers()
         if start.serve_store or not self._job.is_alone:
             self._order_store(generation, start)
         if order := self.mindspore.order(generation, start):
             self.tree.forkserver.send(order)
         plans = node_plan.plan_workers(self._job, self._plan.machine, placement, self._base)
+        self._worker_env = plans[0].env
         try:
             self._workers = [self._order_worker(generation, plan, until, output) for plan in plans]
         except OSError as error:
@@ -439,34 +468,6 @@ class NodeResources:
 def _unwritable(path: str, error: OSError) -> MsrunError:
     hint = "it holds the job's private files; choose another place with XDG_RUNTIME_DIR"
     return MsrunError(f"{path} cannot be written: {error.strerror}", hint=hint)
-
-
-def _configure(job: JobSpec, directory: str, cgroup: str | None, threads: str) -> Configure:
-    is_python = job.program.kind is not ProgramKind.COMMAND
-    return Configure(
-        job_id=job.job_id,
-        kind=job.program.kind.value,
-        argv=[job.program.target, *job.program.args],
-        interpreter_options=list(job.program.interpreter_options),
-        cwd=job.cwd,
-        preload=[*BUILT_IN_PRELOAD, *_preloads(job)] if is_python else [],
-        preload_of_user=list(job.preload) if is_python else [],
-        fork=job.start_method is StartMethod.FORK and not job.program.interpreter_options,
-        run_dir=directory,
-        cgroup=cgroup,
-        threads=threads,
-        framework=job.framework.value,
-    )
-
-
-def _preloads(job: JobSpec) -> tuple[str, ...]:
-    """Return the modules that the parallel runtime of the workers imports."""
-    if not job.parallel:
-        return ()
-    from msrun.parallel.config import preloads  # 5 ms that other jobs need not.
-    from msrun.parallel.config_file import parse_config
-
-    return preloads(parse_config(json.loads(job.parallel)))
 
 
 def _threads(plan: LaunchPlan) -> int:

@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Iterable
 
 from msrun.cluster.agent.state import AgentPhase, AgentState
-from msrun.cluster.verdict import render_seconds
+from msrun.cluster.verdict import RankExit, render_seconds
 from msrun.cluster.wire.messages import Restarting
 from msrun.errors import signal_name
 from msrun.job import JobSpec
@@ -30,6 +30,11 @@ def restarting(announced: Restarting) -> str:
         f"warning: {announced.reason}{log}\n"
         f"msrun: restart {announced.restart} of {announced.max_restarts} {when}"
     )
+
+
+def server_ended(end: RankExit) -> str:
+    """Return how a parameter server ended."""
+    return f"warning: {end.sentence()}; log: {end.log_file}"
 
 
 def expired(workers: Iterable[RunningWorker], pid: int, timer: str, signum: int) -> str:

@@ -138,21 +138,66 @@ class Wrapping(torch.optim.Optimizer):
         self.inner.step(closure)
 
 
-def wrapped(config):
+class Bare(Wrapping):
+    """The same without hooks, as AcceleratedOptimizer and ScheduleFreeWrapper."""
+
+    def __init__(self, inner):
+        super().__init__(inner)
+        del self._optimizer_step_pre_hooks, self._optimizer_step_post_hooks
+
+    def zero_grad(self, *, set_to_none=True):
+        self.inner.zero_grad(set_to_none)
+
+
+def learned_by(kind, *, drifts=False):
+    """Return losses with an optimizer that wraps another, and a scheduler of it."""
+    runtime = msrun.init()
+    network = runtime.shard(build("mlp"))
+    update = kind(torch.optim.SGD(network.parameters(), lr=0.1))
+    schedulers = [torch.optim.lr_scheduler.ExponentialLR(update, 0.9)]
+    update = runtime.optimizer(update)
+    schedulers.append(torch.optim.lr_scheduler.ExponentialLR(update, 0.9))
+    losses, share = [], runtime.rank
+    for x, y in batches("mlp"):
+        part = [t.chunk(runtime.world_size)[share] for t in (x, y)]
+        losses.append(runtime.step(network, update, functional.cross_entropy, *part).item())
+        for scheduler in schedulers:
+            scheduler.step()
+        if drifts:
+            with torch.no_grad():
+                network.fc1.bias.add_(0.1 * runtime.rank)
+    return losses
+
+
+def drifting(kind):
+    with pytest.raises(UsageError) as caught:
+        learned_by(kind, drifts=True)
+    return caught.value.message
+
+
+def test_an_optimizer_without_hooks_is_followed():
+    assert_equal_curves(run_warm(learned_by, 2, Bare), run_warm(learned_by, 1, Wrapping)[0])
+    assert run_warm(drifting, 2, Bare) == 2 * [
+        "ranks have other values of fc1.bias (rank 1), which must be equal on all ranks"
+    ]
+
+
+def wrapped(config, kind=Wrapping):
     runtime = msrun.init(config)
     network = runtime.shard(build("mlp"))
     try:
-        runtime.optimizer(Wrapping(torch.optim.SGD(network.parameters(), lr=0.1)))
+        runtime.optimizer(kind(torch.optim.SGD(network.parameters(), lr=0.1)))
     except UsageError as error:
         return error.message, error.hint
     return None
 
 
+@pytest.mark.parametrize("kind", [Wrapping, Bare])
 @pytest.mark.parametrize("config", DIVIDED.values(), ids=DIVIDED)
-def test_an_optimizer_without_hooks_is_refused_for_sharded_parameters(config):
+def test_an_optimizer_without_hooks_is_refused_for_sharded_parameters(config, kind):
     sentence = (
-        "Wrapping has none of the hooks of torch's optimizers, by which sharded parameters and "
-        "stages save its state"
+        f"{kind.__name__} has none of the hooks of torch's optimizers, by which sharded "
+        "parameters and stages save its state"
     )
-    hint = "give rt.optimizer what Wrapping wraps, or train without zero, plan and pipeline"
-    assert run_warm(wrapped, 2, config) == [(sentence, hint)] * 2
+    hint = f"give rt.optimizer what {kind.__name__} wraps, or train without zero, plan and pipeline"
+    assert run_warm(wrapped, 2, config, kind) == [(sentence, hint)] * 2

@@ -20,6 +20,7 @@ EXAMPLES = Path(__file__).parents[3] / "examples"
 CONFIGS = {path.stem: path for path in sorted((EXAMPLES / "configs").glob("*.yaml"))}
 DIGITS = [name for name in CONFIGS if name.startswith("digits_")]
 LM = [name for name in CONFIGS if name.startswith("lm_")]
+MOE = [name for name in CONFIGS if name.startswith("moe_")]
 HF = [name for name in CONFIGS if name.startswith("hf_")]
 REPORT = re.compile(r"epoch 1/1  last loss (\d\.\d+)\naccuracy (\d\.\d+) at ")
 
@@ -49,6 +50,10 @@ def train_lm(config, path):
     return run("train_lm.py", config, "train", {"STEPS": 3}, path)
 
 
+def train_moe(config, path):
+    return run("train_moe.py", config, "train", {"STEPS": 3}, path)
+
+
 def finetune(config, *paths):
     return run("finetune_hf.py", config, "train", {"STEPS": 3}, *paths)
 
@@ -67,8 +72,8 @@ def alone():
 
 
 def test_every_configuration_belongs_to_a_script():
-    assert (len(DIGITS), len(LM), len(HF)) == (8, 5, 3)
-    assert {*DIGITS, *LM, *HF} == set(CONFIGS)
+    assert (len(DIGITS), len(LM), len(MOE), len(HF)) == (8, 5, 2, 3)
+    assert {*DIGITS, *LM, *MOE, *HF} == set(CONFIGS)
 
 
 # An epoch takes seconds: CI trains under the richest.
@@ -107,6 +112,18 @@ def test_text_is_learned_as_in_one_process(name, ranks, text_alone, tmp_path):
 
     assert json.loads(path.read_text()) == pytest.approx(text_alone, abs=1e-5)
     assert len(text_alone) == 3
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("name", MOE)
+def test_a_mixture_of_experts_is_trained_as_in_one_process(name, tmp_path):
+    paths = [str(tmp_path / "alone.json"), str(tmp_path / "losses.json")]
+    run_warm(train_moe, 1, None, paths[0])
+    run_warm(train_moe, 4, CONFIGS[name], paths[1])
+    alone, losses = (json.loads(Path(path).read_text()) for path in paths)
+
+    assert losses == pytest.approx(alone, abs=1e-5)
+    assert len(alone) == 3
 
 
 @pytest.mark.slow

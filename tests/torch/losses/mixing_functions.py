@@ -59,6 +59,32 @@ def reversed_samples(x):
     return x + torch.flip(x, [0])
 
 
+def first_sample_is_the_reference(x):
+    return x - x[:1].square()
+
+
+def first_half_alone(x):
+    return torch.relu(x).narrow(0, 0, len(x) // 2).repeat(2, 1)
+
+
+def halves_apart(x):
+    first, second = x.chunk(2)
+    return torch.cat([first.relu(), second.sigmoid()])
+
+
+def halves_mixed(x):
+    first, second = x.split(len(x) // 2)
+    return torch.cat([first * second, second])
+
+
+_TAKEN = "samples by their position"
+# What the watch of a model notices, and a plan of mode auto does not.
+BY_POSITION = {
+    first_sample_is_the_reference: f"{_TAKEN} (mixing_functions.py, line",
+    first_half_alone: _TAKEN,
+    halves_apart: _TAKEN,
+    halves_mixed: _TAKEN,
+}
 MIXING = {
     normal: "a std over samples (mixing_functions.py, line 10)",
     normal_in_place: "a mean over samples",
@@ -148,6 +174,30 @@ def diagonal_of_pairs(x):
     return torch.relu((x @ x.T).diagonal()[:, None] * x)
 
 
-RIGHT = [each, layer_norm, sequence_first, attention, instance_norm, batch_norm, rows]
+def in_chunks(x):
+    return torch.cat([torch.relu(part) * 2 for part in x.split(3)])
+
+
+def one_by_one(x):
+    return torch.stack([x[index].sigmoid() for index in range(len(x))])
+
+
+def two_towers(x):
+    together = torch.relu(torch.cat([x, -x]))
+    first, second = together.chunk(2)
+    return first * second
+
+
+def by_equal_positions(x):
+    positions = torch.arange(WIDTH).expand(len(x), -1)
+    return x * torch.sin(positions[0].to(x.dtype))
+
+
+def all_rows(x):
+    return x[:].relu()[: len(x)]
+
+
+RIGHT = [in_chunks, one_by_one, two_towers, by_equal_positions, all_rows]
+RIGHT += [each, layer_norm, sequence_first, attention, instance_norm, batch_norm, rows]
 RIGHT += [sorted_and_back, weights, constants, to_a_metric, to_a_buffer, by_a_buffer_of_all]
 RIGHT += [cropped, diagonal_of_pairs]

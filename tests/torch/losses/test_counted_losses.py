@@ -105,6 +105,32 @@ def in_slots(output, target):
     return losses.sum()
 
 
+def chunks(output, target):
+    for part in zip(output.split(3), target.split(3), strict=True):
+        yield CROSS_ENTROPY(*part, reduction="sum"), (part[1] >= 0).sum()
+
+
+def sum_of_chunks(output, target):
+    return sum(loss for loss, _ in chunks(output, target))
+
+
+def chunks_in_place(output, target):
+    total, counted = torch.zeros((), dtype=output.dtype), 0
+    for loss, count in chunks(output, target):
+        total += loss
+        counted += count
+    return total / counted
+
+
+def stacked_chunks(output, target):
+    losses, counts = zip(*chunks(output, target), strict=True)
+    return torch.stack(losses).sum() / torch.stack(counts).sum().clamp(min=1)
+
+
+def two_sums(output, target):
+    return CROSS_ENTROPY(output, target, reduction="sum") + output.square().sum()
+
+
 CROSS_ENTROPY = functional.cross_entropy
 # Losses that are right in every configuration.
 EXACT = {
@@ -131,6 +157,11 @@ EXACT = {
     "masked with a floor": quotient_with_floor,
     "masked with an offset": quotient_with_offset,
     "of chosen": of_chosen,
+    "sum of chunks": sum_of_chunks,
+    "chunks added up in place": chunks_in_place,
+    "stacked chunks": stacked_chunks,
+    "chunks by samples": lambda o, t: sum_of_chunks(o, t.clamp(min=0)) / len(o),
+    "two sums": two_sums,
     "mean of squares": lambda o, t: functional.mse_loss(o[:, 0], t.clamp(min=0).to(o.dtype)),
 }
 # Losses that have counts inside, and need them all before the first backward pass.

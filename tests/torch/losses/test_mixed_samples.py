@@ -390,3 +390,14 @@ def sequence_first(samples):
 def test_a_sum_over_the_sequence_is_none_over_samples(samples):
     [alone] = run_warm(sequence_first, 1, samples)
     assert run_warm(sequence_first, 2, samples) == [pytest.approx(alone, rel=1e-6)] * 2
+
+
+def test_a_length_that_decides_shapes_alone_is_no_part_of_the_loss():
+    x, lengths = torch.randn(SAMPLES, CLASSES, requires_grad=True), torch.tensor([3, 6, 2, 4])
+    with LossWatch(SAMPLES) as watch:
+        mask = torch.arange(lengths.max()) < lengths[:, None]
+        loss = (x * mask).sum() / mask.sum()
+    assert watch.read(loss).kind == "counted"
+
+    with LossWatch(SAMPLES) as watch, pytest.raises(ModelError, match="depends on max"):
+        watch.read((x / lengths.max()).sum(1).mean())

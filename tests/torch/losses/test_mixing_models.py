@@ -5,7 +5,7 @@ from functools import partial
 
 import pytest
 import torch
-from mixing_functions import MIXING, RIGHT, WIDTH, normal
+from mixing_functions import BY_POSITION, MIXING, RIGHT, WIDTH, normal
 from ranks import run_warm
 from torch import nn
 from torch.nn import functional
@@ -46,12 +46,12 @@ def noticed(between, *, is_cut=True):
     return watch.read(loss, is_cut=is_cut)
 
 
-@pytest.mark.parametrize("between", MIXING, ids=lambda function: function.__name__)
+@pytest.mark.parametrize("between", [*MIXING, *BY_POSITION], ids=lambda function: function.__name__)
 def test_a_model_that_mixes_samples_is_noticed(between):
     error = noticed(between)
 
     assert error is not None
-    assert MIXING[between] in error.message
+    assert (MIXING | BY_POSITION)[between] in error.message
     assert "verify: first_step" in error.hint
 
 

@@ -111,7 +111,7 @@ def test_rendering_reads_back():
             {"plan": [{"match": "*", "style": "colwis"}]},
             (
                 "parallel.plan[0].style: 'colwis' is not known "
-                "(choose colwise, rowwise, sequence, embedding, vocab, experts)"
+                "(choose colwise, rowwise, sequence, embedding, vocab, experts, context)"
             ),
         ),
         (

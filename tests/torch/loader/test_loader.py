@@ -7,7 +7,7 @@ from hypothesis import strategies as st
 from ranks import assert_equal_curves, build, run_warm
 from torch import nn
 from torch.nn import functional
-from torch.utils.data import IterableDataset, TensorDataset
+from torch.utils.data import TensorDataset
 
 import msrun
 from msrun.errors import UsageError
@@ -108,11 +108,6 @@ def refused(options):
     return caught.value.message
 
 
-class Endless(IterableDataset):
-    def __iter__(self):
-        return iter(())
-
-
 @pytest.mark.parametrize(
     ("options", "sentence"),
     [
@@ -125,10 +120,6 @@ class Endless(IterableDataset):
             "rt.loader: 5 samples are no batch of 4 for each of 2 ranks",
         ),
         ({"dataset": numbers(), "batch_size": 0}, "rt.loader: batch_size 0 must be at least 1"),
-        (
-            {"dataset": Endless(), "batch_size": 1},
-            "rt.loader: Endless has no length to divide",
-        ),
         (
             {"dataset": numbers(), "batch_size": 1, "sampler": [0]},
             "rt.loader: it makes its own sampler (for another use a DataLoader)",

@@ -1,0 +1,115 @@
+"""Attention over sequences of which each rank has consecutive tokens, by heads (Ulysses).
+
+One all-to-all gives each rank all tokens of some heads, attention runs there as in one process, and
+another one returns to some tokens of all heads.  Heads of keys that the ranks do not divide are
+repeated as far as it takes.  A rank sends, forward and the same backward, `(n - 1) / n` of its
+query, key, value and output.
+
+Source: Jacobs et al., "DeepSpeed Ulysses: System Optimizations for Enabling Training of Extreme
+Long Sequence Transformer Models", 2023.
+"""
+
+from __future__ import annotations
+
+import math
+from dataclasses import dataclass
+
+import torch
+import torch.distributed as dist
+from torch import Tensor
+from torch.nn import functional
+
+from msrun.parallel.collectives import all_gather, all_to_all
+
+_HEADS = 1
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Attention:
+    """What a call of `scaled_dot_product_attention` asks for.
+
+    Args:
+        group: Ranks of the axis `cp`.
+        is_causal: Whether a token sees only itself and those before.
+        scale: Factor of the scores; None is that of torch.
+        keys: Of (samples, 1 or heads, 1, tokens of this rank): the keys that may be seen, or what
+            is added to their scores; None for all.
+    """
+
+    group: dist.ProcessGroup
+    is_causal: bool
+    scale: float | None
+    keys: Tensor | None
+
+
+def by_heads(ask: Attention, query: Tensor, key: Tensor, value: Tensor) -> Tensor:
+    """Return attention of (samples, heads, tokens of this rank, width); see the module."""
+    ranks = ask.group.size()
+    key, value = (_repeated(x, ranks) for x in (key, value))
+    if query.shape[-1] == value.shape[-1]:
+        shares = [x.unflatten(_HEADS, (ranks, -1)) for x in (query, key, value)]
+        heads = [x.shape[2] for x in shares]
+        parts = _all_tokens(torch.cat(shares, 2), ask.group).split(heads, _HEADS)
+    else:
+        parts = [
+            _all_tokens(x.unflatten(_HEADS, (ranks, -1)), ask.group) for x in (query, key, value)
+        ]
+    mask = _mask(ask, query)
+    q, k, v = parts
+    output = functional.scaled_dot_product_attention(
+        q,
+        k,
+        v,
+        attn_mask=mask,
+        is_causal=ask.is_causal and mask is None,
+        scale=ask.scale,
+        enable_gqa=q.shape[_HEADS] != k.shape[_HEADS],
+    )
+    return _all_heads(output, ask.group)
+
+
+def _repeated(x: Tensor, ranks: int) -> Tensor:
+    """Return keys or values with as many heads as `ranks` divide, each repeated equally often."""
+    times = ranks // math.gcd(x.shape[_HEADS], ranks)
+    return x if times == 1 else x.repeat_interleave(times, _HEADS)
+
+
+def _all_tokens(x: Tensor, group: dist.ProcessGroup) -> Tensor:
+    """From (samples, ranks, heads, tokens, width): all tokens of the heads of this rank."""
+    parts = all_to_all(x.transpose(0, 1).contiguous(), group, 0, 0)
+    return parts.permute(1, 2, 0, 3, 4).flatten(2, 3)
+
+
+def _all_heads(x: Tensor, group: dist.ProcessGroup) -> Tensor:
+    """The way back, from (samples, heads of this rank, all tokens, width)."""
+    parts = x.unflatten(2, (group.size(), -1)).permute(2, 0, 1, 3, 4)
+    return all_to_all(parts.contiguous(), group, 0, 0).transpose(0, 1).flatten(1, 2)
+
+
+def _mask(ask: Attention, query: Tensor) -> Tensor | None:
+    """Return the mask of all keys, and of later ones; None without one of keys."""
+    if ask.keys is None:
+        return None
+    keys = all_gather(ask.keys, ask.group, -1)
+    if keys.shape[_HEADS] > 1:
+        keys = keys.tensor_split(ask.group.size(), _HEADS)[ask.group.rank()]
+    if not ask.is_causal:
+        return keys
+    length = keys.shape[-1]
+    later = torch.ones(length, length, dtype=torch.bool, device=query.device).tril()
+    if keys.dtype == torch.bool:
+        return keys & later
+    return keys.masked_fill(~later, -math.inf)
+
+
+def bytes_by_heads(shapes: tuple[tuple[int, int, int, int], int], ranks: int, width: int) -> int:
+    """Return the bytes that a rank gives to the two all-to-alls of one forward.
+
+    Args:
+        shapes: (samples, heads, tokens of this rank, width) of query, and heads of keys.
+        ranks: Of the axis.
+        width: Bytes of a number.
+    """
+    (samples, heads, tokens, size), key_heads = shapes
+    repeated = key_heads * (ranks // math.gcd(key_heads, ranks))
+    return samples * tokens * size * width * (2 * heads + 2 * repeated)

@@ -1,0 +1,445 @@
+"""Context parallelism: a model computes on the part of each sequence that its rank has.
+
+The problem.  A long sequence does not fit one rank, and the model is not written for parts of one.
+It is right on a part as long as it treats tokens one by one.  Three things do not: attention, what
+counts positions from 0, and code that mixes tokens in some other way.
+
+The idea.  The ranks of an axis `cp` get the same batch, and each takes consecutive tokens of it.  A
+function mode is active in forward and loss:
+
+- `scaled_dot_product_attention` of tokens becomes that of all ranks (`attention`).
+- `torch.arange(n)` for the n tokens of the part, and the first n rows of a table of all positions,
+  become those of the part: which calls are meant was seen in the first step.
+- In the first step everything else is followed by a `TokenWatch`, which refuses by its name what
+  mixes tokens or is not known.  So nothing is cut that must not be.
+
+For everything else the ranks of `cp` are data-parallel ranks: the runtime runs on a mesh in which
+`dp` has the ranks of both (`rank_context`), so gradients, ZeRO, losses by sum and count, digests
+and checkpoints need to know nothing of tokens.  docs/decisions/0053 has the reasons.
+
+`rt.step` cuts the batch, and the loss function gets parts.  A call of the model by the script gets
+whole tensors: it cuts its arguments and gathers its outputs.
+
+A backward pass leaves function modes, and a module that the script recomputes there calls attention
+again.  So the modules that the rule matches enter the mode by themselves.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import sys
+import threading
+import weakref
+from collections.abc import Callable, Iterable, Iterator
+from functools import update_wrapper
+from pathlib import Path
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+from torch.nn import functional
+from torch.overrides import TorchFunctionMode
+
+from msrun.errors import ModelError
+from msrun.parallel.collectives import all_gather
+from msrun.parallel.context.attention import Attention, by_heads
+from msrun.parallel.context.parts import Cut, cut_batch
+from msrun.parallel.context.token_calls import TokenPlace
+from msrun.parallel.context.token_watch import TokenWatch
+from msrun.parallel.losses.batch import StepBatch, batch_size, map_leaves, tensors_in
+from msrun.parallel.rank_context import SequenceRanks
+from msrun.parallel.torch_compat import checkpointed, is_active, is_in_backward
+
+_DIMS = 4
+_TOKENS = -2
+_SKIPPED = (str(Path(torch.__file__).parent), str(Path(__file__).parents[2]))
+
+
+class Sequences(TorchFunctionMode):
+    """The tokens of this rank, and what computes on those of all.
+
+    Args:
+        key: Path of the rule in the configuration, for messages.
+        ranks: Ranks of the axis.
+        model: The model, in whose modules `forward` is replaced.
+        modules: Names of the modules whose attention is that of all ranks.
+    """
+
+    # Context of the operator plan.
+    guard: Callable[[], contextlib.AbstractContextManager[Any]] = contextlib.nullcontext
+
+    def __init__(
+        self, key: str, ranks: SequenceRanks, model: nn.Module, modules: Iterable[str]
+    ) -> None:
+        super().__init__()
+        self._key = key
+        self._ranks = ranks
+        self._model = weakref.ref(model)
+        self._local = threading.local()
+        self._cut: Cut | None = None
+        self._tokens = 0
+        self._real: Tensor | None = None
+        # Samples of the batch that micro-batches had.
+        self._done = 0
+        self._is_step = False
+        self._watch: TokenWatch | None = None
+        # Whether attention of something else than tokens was seen, so that shapes do not tell.
+        self._has_others = False
+        self._watched: set[bool] = set()
+        # Calls that make positions, and calls of the same functions that do not.
+        self._positions: set[Any] = set()
+        self._plain: set[Any] = set()
+        self._special: dict[Any, Callable[..., Any]] = {
+            functional.scaled_dot_product_attention: self._attend,
+            torch.arange: self._count,
+            Tensor.__getitem__: self._take,
+        }
+        names = set(modules)
+        self._all = "" in names
+        for name, module in model.named_modules():
+            if name and not _has_no_attention(module):
+                forward = module.forward
+                inside = _Inside(self, forward, is_matched=name in names)
+                module.forward = update_wrapper(inside, forward)
+
+    @property
+    def _is_training(self) -> bool:
+        model = self._model()
+        return model is None or model.training
+
+    def cover(
+        self, model: nn.Module, guard: Callable[[], contextlib.AbstractContextManager[Any]]
+    ) -> None:
+        """Have `model` cut what a script calls it with, and compute under `guard`.
+
+        Called once nothing else wraps the model.
+        """
+        self.guard = guard
+        model.forward = update_wrapper(_Whole(self, model, model.forward), model.forward)
+
+    # The batch.
+
+    def cut(self, model: nn.Module, batch: StepBatch) -> StepBatch:
+        """Return this rank's part of a batch of whole sequences."""
+        self._cut = cut_batch(self._key, model, batch, self._ranks.index, self._ranks.size)
+        self._done = 0
+        return self._cut.batch
+
+    def begin(self, part: StepBatch) -> None:
+        """Begin the forward pass of `part`, the next micro-batch of what `cut` returned."""
+        cut = self._cut
+        if cut is None:
+            raise RuntimeError("no batch was cut")
+        self._tokens = cut.tokens
+        samples = batch_size(part)
+        self._real = None if cut.real is None else cut.real.narrow(0, self._done, samples)
+        self._done += samples
+        if self._watch:
+            tensors = zip(tensors_in(part), cut.is_cut, strict=True)
+            self._watch.begin([tensor for tensor, is_cut in tensors if is_cut], cut.tokens)
+
+    @contextlib.contextmanager
+    def active(self) -> Iterator[None]:
+        """Compute on parts inside: forward, loss and backward of a step, or a call of the model."""
+        self._is_step = True
+        if self._has_others or self._is_training not in self._watched:
+            self._watch = TokenWatch(self._key)
+        try:
+            with self.inside(is_all=self._all):
+                yield
+            if not self._has_others:
+                self._watched.add(self._is_training)
+        finally:
+            self._is_step = False
+            self._watch = None
+
+    @contextlib.contextmanager
+    def watched(self) -> Iterator[None]:
+        """Look for what mixes tokens inside, if a first step is to: within all other modes."""
+        with self._watch or contextlib.nullcontext():
+            yield
+
+    def _active_watch(self) -> TokenWatch | None:
+        return None if is_in_backward() else self._watch
+
+    @contextlib.contextmanager
+    def inside(self, *, is_all: bool) -> Iterator[None]:
+        """Be active inside; `is_all` says that attention there is that of all ranks."""
+        local = self._local
+        local.depth = getattr(local, "depth", 0) + is_all
+        outer = getattr(local, "region", None)
+        if self._watch:
+            local.region = checkpointed()
+        try:
+            with contextlib.nullcontext() if is_active(self) else self:
+                yield
+        finally:
+            local.depth -= is_all
+            local.region = outer
+
+    def run(self, model: nn.Module, forward: Callable[..., Any], args: Any, kwargs: Any) -> Any:
+        """Run `forward` on the part of whole arguments; return whole outputs."""
+        if self._is_step or is_in_backward():
+            with self.inside(is_all=self._all):
+                return forward(*args, **kwargs)
+        part = self.cut(model, StepBatch(args, kwargs, None))
+        with self.active(), self.guard(), self.watched():
+            self.begin(part)
+            output = forward(*part.inputs, **part.named)
+        return map_leaves(self._joined, output)
+
+    def _joined(self, x: Tensor) -> Tensor:
+        if x.dim() > 1 and x.shape[1] == self._tokens:
+            return all_gather(x, self._ranks.group, 1)
+        if x.dim():
+            return x
+        raise ModelError(
+            f"{self._key}.style: context: the model returns a number of its part of the batch, "
+            "which is not that of the whole",
+            hint="train it by rt.step, which puts losses together, or leave out the labels",
+        )
+
+    # Functions of torch.
+
+    def __torch_function__(
+        self,
+        func: Callable[..., Any],
+        types: Iterable[type],
+        args: tuple[Any, ...] = (),
+        kwargs: dict[str, Any] | None = None,
+    ) -> Any:
+        """Run `func`; see the module."""
+        del types
+        kwargs = kwargs or {}
+        special = self._special.get(func)
+        if special:
+            return special(func, args, kwargs)
+        return func(*args, **kwargs)
+
+    def _count(self, func: Callable[..., Any], args: Any, kwargs: Any) -> Tensor:
+        """`arange`, from the first token of this part on if it counts tokens."""
+        watch = self._active_watch()
+        result: Tensor = func(*args, **kwargs)
+        start, end, step = _range(args, kwargs)
+        is_tokens = (start, end, step) == (0, self._tokens, 1)
+        if not self._is_meant(watch, "torch.arange", is_tokens=is_tokens):
+            return result
+        result = result + self._first
+        if watch:
+            watch.leave(result, TokenPlace(0))
+        return result
+
+    def _take(self, func: Callable[..., Any], args: Any, kwargs: Any) -> Any:
+        """`x[...]`, of a table of positions with those of this part."""
+        watch = self._active_watch()
+        x, index = args
+        items = index if isinstance(index, tuple) else (index,)
+        if not any(isinstance(item, slice) for item in items) or (watch and watch.mark(x)):
+            return func(*args, **kwargs)
+        at = _first_rows(x, items, self._tokens, self._ranks.size)
+        if not self._is_meant(watch, "a slice of a table", is_tokens=at is not None) or at is None:
+            return func(*args, **kwargs)
+        rows = slice(self._first, self._first + self._tokens)
+        moved = (*items[: at.item], rows, *items[at.item + 1 :])
+        result: Tensor = func(x, moved)
+        if watch:
+            watch.leave(result, TokenPlace(at.dim))
+        return result
+
+    @property
+    def _first(self) -> int:
+        """Number of the first token of this part."""
+        return self._ranks.index * self._tokens
+
+    def _is_meant(self, watch: TokenWatch | None, what: str, *, is_tokens: bool) -> bool:
+        """Return whether this call of the model makes positions of the tokens of the part."""
+        if not is_tokens and watch is None:
+            return False
+        site = _site()
+        if watch and is_tokens:
+            self._check_repeated(watch, what)
+        if watch:
+            (self._positions if is_tokens else self._plain).add(site)
+            return is_tokens
+        if site in self._positions:
+            return True
+        if site in self._plain:
+            return False
+        raise ModelError(
+            f"{self._key}.style: context: {what} of {self._tokens} values, as many as the part has "
+            f"tokens, in a line that did not run in the first step{_shown(site)}",
+            hint="give the model its positions in the batch",
+        )
+
+    def _attend(self, func: Callable[..., Any], args: Any, kwargs: Any) -> Any:
+        """`scaled_dot_product_attention`, of the tokens of all ranks."""
+        watch = self._active_watch()
+        query, key, value, mask, dropout, is_causal = _attention_arguments(*args, **kwargs)
+        is_tokens = query.shape[_TOKENS] == key.shape[_TOKENS] == self._tokens
+        if watch and not self._is_over_tokens(watch, query, key, value):
+            self._has_others = True
+            return func(*args, **kwargs)
+        if not is_tokens:
+            return func(*args, **kwargs)
+        if watch:
+            self._check_repeated(watch, "attention")
+        self._check_attention(query, dropout)
+        ask = Attention(
+            group=self._ranks.group,
+            is_causal=is_causal,
+            scale=kwargs.get("scale"),
+            keys=self._keys(watch, mask),
+        )
+        return by_heads(ask, query, key, value)
+
+    def _is_over_tokens(self, watch: TokenWatch, query: Tensor, key: Tensor, value: Tensor) -> bool:
+        """Return whether tokens attend to tokens, and not each by itself or something else."""
+        places = [watch.mark(x) for x in (query, key, value)]
+        if places == [TokenPlace(x.dim() + _TOKENS) for x in (query, key, value)]:
+            return True
+        is_alike = query.shape[_TOKENS] == key.shape[_TOKENS] == self._tokens
+        if places == [None] * 3 and not is_alike:
+            return False
+        if isinstance(places[0], TokenPlace) and set(places) == {places[0]} and places[0].dim == 0:
+            return False
+        raise watch.refusal("an attention of tokens to something else")
+
+    def _check_repeated(self, watch: TokenWatch, what: str) -> None:
+        """Refuse what a backward pass would repeat without entering a module, and this mode."""
+        if checkpointed() is not getattr(self._local, "region", None):
+            raise watch.refusal(
+                f"{what} in a function of torch.utils.checkpoint, which must call a module there"
+            )
+
+    def _check_attention(self, query: Tensor, dropout: float) -> None:
+        """Refuse attention that does not divide by heads."""
+        problem = ""
+        if not getattr(self._local, "depth", 0):
+            problem = "attention in a module that the rule does not match"
+        elif dropout:
+            problem = f"dropout {dropout} of attention weights, which has no counterpart on parts"
+        elif query.dim() != _DIMS:
+            problem = (
+                f"attention of shape {tuple(query.shape)}, and not (samples, heads, tokens, width)"
+            )
+        elif query.shape[1] % self._ranks.size:
+            problem = (
+                f"{query.shape[1]} heads of queries, which can not be split into "
+                f"{self._ranks.size} parts"
+            )
+        if problem:
+            raise ModelError(f"{self._key}.style: context: the model has {problem}")
+
+    def _keys(self, watch: TokenWatch | None, mask: Tensor | None) -> Tensor | None:
+        """Return the part of a mask of keys that belongs to this rank."""
+        real = self._real
+        if mask is None and real is None:
+            return None
+        if mask is None:
+            first = self._first
+            return None if real is None else real[:, None, None, first : first + self._tokens]
+        known = None if watch is None else watch.mark(mask)
+        is_of_keys = mask.dim() == _DIMS and mask.shape[2:] == (1, self._tokens)
+        if (
+            real is not None
+            or not is_of_keys
+            or mask.requires_grad
+            or (watch and known != TokenPlace(3))
+        ):
+            raise ModelError(
+                f"{self._key}.style: context: attention has a mask of shape {tuple(mask.shape)} "
+                "for the part of a sequence, and is_causal, a mask of keys (samples, 1, 1, tokens) "
+                "or none are supported",
+                hint="let the model use is_causal=True; in transformers give it attention_mask",
+            )
+        return mask
+
+
+class _Rows:
+    """Where an index takes the first rows of a table."""
+
+    def __init__(self, item: int, dim: int) -> None:
+        self.item, self.dim = item, dim
+
+
+def _first_rows(x: Any, items: tuple[Any, ...], tokens: int, ranks: int) -> _Rows | None:
+    """Return which of `items` takes as many first rows of a table as the part has tokens."""
+    old = new = 0
+    for at, item in enumerate(items):
+        if item is None:
+            new += 1
+            continue
+        if item is ... or isinstance(item, Tensor):
+            return None
+        if (
+            isinstance(item, slice)
+            and item.start in (None, 0)
+            and item.stop == tokens
+            and item.step in (None, 1)
+            and x.shape[old] >= tokens * ranks
+        ):
+            return _Rows(at, new)
+        old += 1
+        new += not isinstance(item, int)
+    return None
+
+
+def _range(args: tuple[Any, ...], kwargs: dict[str, Any]) -> tuple[Any, Any, Any]:
+    """Return start, end and step of `arange`."""
+    if len(args) == 1:
+        return kwargs.get("start", 0), args[0], kwargs.get("step", 1)
+    given = dict(zip(("start", "end", "step"), args, strict=False)) | kwargs
+    return given.get("start", 0), given.get("end"), given.get("step", 1)
+
+
+def _attention_arguments(  # noqa: PLR0917 - as of torch
+    query: Tensor,
+    key: Tensor,
+    value: Tensor,
+    attn_mask: Tensor | None = None,
+    dropout_p: float = 0.0,
+    is_causal: bool = False,  # noqa: FBT001, FBT002 - as of torch
+    **_: Any,
+) -> tuple[Tensor, Tensor, Tensor, Tensor | None, float, bool]:
+    return query, key, value, attn_mask, dropout_p, is_causal
+
+
+def _site() -> tuple[Any, int]:
+    """Return the place in the model that called the running function."""
+    frame = sys._getframe(1)  # noqa: SLF001 - a whole traceback for each call would cost more
+    while frame.f_back and frame.f_code.co_filename.startswith(_SKIPPED):
+        frame = frame.f_back
+    return frame.f_code, frame.f_lasti
+
+
+def _shown(site: tuple[Any, int]) -> str:
+    code, _ = site
+    return f" ({Path(code.co_filename).name}, {code.co_name})"
+
+
+def _has_no_attention(module: nn.Module) -> bool:
+    """Return whether `module` is one of torch that calls no attention."""
+    return type(module).__module__.startswith("torch.nn.modules")
+
+
+class _Inside:
+    """The forward of a module whose attention is that of all ranks."""
+
+    def __init__(
+        self, sequences: Sequences, forward: Callable[..., Any], *, is_matched: bool
+    ) -> None:
+        self._sequences, self._forward, self._is_matched = sequences, forward, is_matched
+
+    def __call__(self, *args: Any, **kwargs: Any) -> Any:
+        with self._sequences.inside(is_all=self._is_matched):
+            return self._forward(*args, **kwargs)
+
+
+class _Whole:
+    """The forward of a model, for whole sequences unless a step has cut them."""
+
+    def __init__(self, sequences: Sequences, model: nn.Module, forward: Callable[..., Any]) -> None:
+        self._sequences, self._model, self._forward = sequences, model, forward
+
+    def __call__(self, *args: Any, **kwargs: Any) -> Any:
+        return self._sequences.run(self._model, self._forward, args, kwargs)

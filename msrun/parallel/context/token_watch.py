@@ -1,0 +1,198 @@
+"""Follows the tokens of a batch through the first forward pass and loss of a model.
+
+`TokenWatch` notes at each tensor what `token_dims` knows of it, and raises a `ModelError` that
+names the line of the first function that mixes tokens of the part.  Only attention may, which the
+axis `cp` computes for all of them.
+"""
+
+from __future__ import annotations
+
+import itertools
+import traceback
+from collections.abc import Callable, Iterable, Iterator
+from pathlib import Path
+from typing import Any
+
+import torch
+from torch import Tensor
+from torch.nn import Parameter
+from torch.overrides import TorchFunctionMode
+
+from msrun.errors import ModelError
+from msrun.parallel.context.token_calls import MixedTokensError, Taint, TokenCall, TokenPlace
+from msrun.parallel.context.token_dims import PROPERTIES, place_of
+from msrun.parallel.local import is_sharded
+from msrun.parallel.torch_compat import write_count
+
+_LIBRARIES = (Path(torch.__file__).parent, Path(__file__).parents[2])
+_MARK = "msrun_tokens"
+_watches = itertools.count()
+# Nodes of functions that return what they get: of `fully_shard`, torch's reducer and DTensor.
+_PASSING = frozenset(
+    [
+        "RegisterPostBackwardFunctionBackward",
+        "_DDPSinkBackward",
+        "_FromTorchTensorBackward",
+        "_ToTorchTensorBackward",
+        "RedistributeBackward",
+    ]
+)
+# What reads a number of a tensor, on which code then depends.
+_READING = frozenset(["__bool__", "__int__", "__float__", "__index__", "item", "tolist"])
+# It asks whether position numbers go up one by one, which those of every part do if all do.
+_READERS = frozenset(["masking_utils.py"])
+_HINT = (
+    "compute it from all tokens before rt.shard, or of each token by itself; attention must be "
+    "torch.nn.functional.scaled_dot_product_attention (in transformers attn_implementation='sdpa')"
+)
+Known = TokenPlace | Taint
+
+
+class TokenWatch(TorchFunctionMode):
+    """While it is active, functions that mix tokens are refused.
+
+    It is the innermost mode, and so sees what the model calls, and not what an operator plan does
+    instead.
+
+    Args:
+        key: Path of the rule in the configuration, for messages.
+    """
+
+    is_watch = True
+
+    def __init__(self, key: str) -> None:
+        super().__init__()
+        self._key = key
+        self._number = next(_watches)
+        self._tokens = 1
+
+    def begin(self, tensors: Iterable[Tensor], tokens: int) -> None:
+        """Note that `tensors` of the batch have their tokens in dim 1."""
+        self._tokens = tokens
+        for tensor in tensors:
+            self.leave(tensor, TokenPlace(1))
+
+    def __torch_function__(
+        self,
+        func: Callable[..., Any],
+        types: Iterable[type],
+        args: tuple[Any, ...] = (),
+        kwargs: dict[str, Any] | None = None,
+    ) -> Any:
+        """Run `func`; see the class."""
+        del types
+        kwargs = kwargs or {}
+        given = list(_tensors((*args, *kwargs.values())))
+        # Before the call, which may write them.
+        known = {id(tensor): mark for tensor in given if (mark := self.mark(tensor))}
+        if not known:
+            return func(*args, **kwargs)
+        name = _name(func)
+        if name in _READING and any(isinstance(mark, Taint) for mark in known.values()):
+            self._check_read(next(mark for mark in known.values() if isinstance(mark, Taint)))
+        result = func(*args, **kwargs)
+        for tensor in _tensors((result,)):
+            try:
+                mark = _known(TokenCall(name, args, kwargs, tensor, known, self._tokens))
+            except MixedTokensError as error:
+                raise self.refusal(str(error)) from None
+            if mark:
+                self.leave(tensor, mark)
+        return result
+
+    def refusal(self, what: str) -> ModelError:
+        """Return the error for a model that mixes tokens of the part by `what`."""
+        text = what if " (" in what else f"{what}{_line()}"
+        return ModelError(
+            f"{self._key}.style: context divides the tokens of sequences, and the model has {text}",
+            hint=_HINT,
+        )
+
+    def _check_read(self, taint: Taint) -> None:
+        stack = traceback.extract_stack(limit=12)
+        if not any(Path(frame.filename).name in _READERS for frame in stack):
+            raise self.refusal(f"a decision by {taint.name}")
+
+    def leave(self, tensor: Tensor, mark: Known) -> None:
+        """Note what is known of `tensor`."""
+        if tensor.is_inference():
+            return
+        if isinstance(mark, Taint) and " (" not in mark.name:
+            mark = Taint(f"{mark.name}{_line()}")
+        noted = (self._number, write_count(tensor), mark)
+        setattr(tensor, _MARK, noted)
+        part = _shard(tensor)
+        # An operator plan makes tensors of many ranks from those of one, and the other way round.
+        if part is not None and not (
+            isinstance(mark, TokenPlace) and part.shape[mark.dim] != tensor.shape[mark.dim]
+        ):
+            setattr(part, _MARK, (self._number, write_count(part), mark))
+        if tensor.grad_fn:
+            metadata: dict[Any, Any] = tensor.grad_fn.metadata  # type: ignore[assignment]
+            metadata[_MARK, tensor.output_nr] = noted
+
+    def mark(self, tensor: Tensor) -> Known | None:
+        """Return what is known of `tensor`; None if it is not computed from the batch."""
+        if isinstance(tensor, Parameter) or tensor.is_inference():
+            return None
+        noted = getattr(tensor, _MARK, None) or _carried(tensor)
+        if noted is None and (part := _shard(tensor)) is not None:
+            return self.mark(part)
+        if noted is None or noted[:2] != (self._number, write_count(tensor)):
+            return None
+        mark: Known = noted[2]
+        return mark
+
+
+def _known(call: TokenCall) -> Known | None:
+    """Return what is known of a result, of which some argument may be tainted already."""
+    taint = next((mark for mark in call.places.values() if isinstance(mark, Taint)), None)
+    if taint is None:
+        return place_of(call)
+    has_tokens = any(isinstance(mark, TokenPlace) for mark in call.places.values())
+    if call.result.is_floating_point() and (has_tokens or call.result.dim()):
+        raise MixedTokensError(taint.name)
+    return taint
+
+
+def _shard(tensor: Tensor) -> Tensor | None:
+    """Return this rank's shard of a tensor that an operator plan divides; None of a plain one."""
+    if not is_sharded(tensor):
+        return None
+    with torch.no_grad():
+        return tensor.to_local()
+
+
+def _carried(tensor: Tensor) -> Any:
+    """Return what was noted of a tensor that a library passed on in one of its own."""
+    node, place = tensor.grad_fn, tensor.output_nr
+    while node is not None and node.name() in _PASSING and place < len(node.next_functions):
+        node, place = node.next_functions[place]
+        metadata: dict[Any, Any] = node.metadata if node else {}  # type: ignore[assignment]
+        if noted := metadata.get((_MARK, place)):
+            return noted[0], write_count(tensor), noted[2]
+    return None
+
+
+def _tensors(values: Iterable[Any]) -> Iterator[Tensor]:
+    """Return tensors among `values` and in lists and tuples among them."""
+    for value in values:
+        if isinstance(value, Tensor):
+            yield value
+        elif isinstance(value, tuple | list):
+            yield from (item for item in value if isinstance(item, Tensor))
+
+
+def _name(func: Callable[..., Any]) -> str:
+    """Return the name of a function of torch, also of one that writes in place."""
+    name: str = PROPERTIES.get(func, getattr(func, "__name__", ""))
+    return name if name.endswith("__") else name.removesuffix(".default").removesuffix("_")
+
+
+def _line() -> str:
+    """Return where in the model the running function was called: its last line there."""
+    for frame in reversed(traceback.extract_stack()):
+        path = Path(frame.filename)
+        if not any(library in path.parents for library in _LIBRARIES):
+            return f" ({path.name}, line {frame.lineno})"
+    return ""

@@ -1,0 +1,58 @@
+"""What calls of torch say about their arguments, for `watch`."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Sequence
+from typing import Any
+
+from torch import Tensor
+
+from msrun.parallel.torch_compat import viewed, write_count
+
+_ZERO = "msrun_zero"  # 0, to which a script adds losses
+_ZEROS = frozenset(["zeros", "new_zeros", "zeros_like"])
+# Of their arguments none is a value of the result, or only those of the first.
+_OF_SIZES = frozenset(["zeros", "ones", "empty", "rand", "randn", "new_zeros", "new_ones"])
+_OF_SIZES |= {"new_empty"}
+_TO_SIZES = frozenset(["narrow", "view", "reshape", "expand", "repeat", "multinomial"])
+
+
+def deciding(name: str, args: tuple[Any, ...], kwargs: dict[str, Any]) -> tuple[Any, ...]:
+    """Return what a function got, without numbers of elements.
+
+    They decide how many values the result has, and not what these are.
+    """
+    if name == "arange" and args and isinstance(args[-1], Tensor) and len(args) < 3:  # noqa: PLR2004
+        return args[:-1]
+    if name in _OF_SIZES:
+        return ()
+    if name in _TO_SIZES:
+        return args[:1]
+    return (*args, *kwargs.values())
+
+
+def note_zero(name: str, result: Tensor, args: Sequence[Any]) -> None:
+    """Note whether a function returned 0."""
+    is_number = (
+        name == "tensor" and bool(args) and isinstance(args[0], int | float) and args[0] == 0
+    )
+    if name in _ZEROS or is_number:
+        setattr(result, _ZERO, True)
+
+
+def is_zero(value: Any) -> bool:
+    """Return whether a script adds losses to `value`."""
+    if isinstance(value, Tensor):
+        return hasattr(value, _ZERO) and value.numel() == 1 and not write_count(value)
+    return isinstance(value, int | float) and value == 0
+
+
+def written_by(name: str, args: Sequence[Any], result: Any) -> Iterator[Tensor]:
+    """Yield the tensors that a function wrote: its first argument, and what that is a view of."""
+    if not args or not isinstance(args[0], Tensor):
+        return
+    if name == "__setitem__" or result is args[0]:
+        yield args[0]
+        base = viewed(args[0])
+        if base is not None:
+            yield base

@@ -1,0 +1,27 @@
+"""The files of a node for its parameter servers, which only jobs with servers have."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+from msrun import environ
+from msrun.processes.run_dir import write_private
+from msrun.transport.keys import hkdf
+
+
+def hand_over(directory: Path, secret: bytes | None, job_id: str) -> None:
+    """Make the directory of the servers, with their key.
+
+    Args:
+        directory: As `node_plan.servers_directory` has it.
+        secret: The job's secret; None with --insecure.
+        job_id: The job.
+
+    Raises:
+        OSError: It cannot be made.
+    """
+    directory.mkdir(mode=0o700, exist_ok=True)
+    path = directory / environ.SERVERS_KEY
+    if secret is not None and not path.exists():
+        key = hkdf(secret, f"msrun servers {job_id}".encode())
+        write_private(str(path), key.hex())

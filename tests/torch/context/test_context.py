@@ -1,0 +1,252 @@
+"""Style `context`: ranks with parts of each sequence learn what one process learns."""
+
+from functools import partial
+
+import pytest
+import torch
+from context_models import TOKENS, Table, Text, batches, build, loss_fn, trained
+from ranks import Counted, run_warm
+from torch import nn
+from torch.nn import functional
+
+import msrun
+from msrun.errors import ConfigError, ModelError
+from msrun.parallel.config_file import read_config
+from msrun.parallel.context.attention import bytes_by_heads
+from msrun.parallel.layout import resolve
+
+pytestmark = pytest.mark.torch
+
+RULE = {"match": "*", "style": "context"}
+TWO = {"mesh": {"cp": 2}, "plan": [RULE]}
+KEEP = torch.ones(4, TOKENS, dtype=torch.bool)
+KEEP[0, 5:] = KEEP[2, :1] = False
+MODELS = {
+    "positions by a range": (Text, None),
+    "positions by a table": (Table, None),
+    "two heads of keys": (partial(Text, key_heads=2), None),
+    "one head of keys, all see all": (partial(Text, key_heads=1, is_causal=False), None),
+    "a mask of keys": (partial(Text, is_causal=False), KEEP),
+}
+CONFIGS = {
+    "cp 2": (2, TWO),
+    "cp 4": (4, {**TWO, "mesh": {"cp": 4}}),
+    "dp 2, cp 2": (4, {**TWO, "mesh": {"dp": 2, "cp": 2}}),
+    "dp 2, cp 2, zero 3": (4, {**TWO, "mesh": {"dp": 2, "cp": 2}, "optimizer": {"zero": 3}}),
+    "zero 1": (2, {**TWO, "optimizer": {"zero": 1}}),
+    "accumulate 2": (2, {**TWO, "accumulate": 2}),
+    "recompute": (2, {**TWO, "recompute": {"modules": ["blocks.*.?*"]}}),
+    "recompute of blocks": (2, {**TWO, "recompute": {"modules": ["blocks.?"]}}),
+    "cp 2, tp 2": (
+        4,
+        {
+            "mesh": {"cp": 2, "tp": 2},
+            "plan": [
+                {"match": "blocks.*.up", "style": "colwise"},
+                {"match": "blocks.*.down", "style": "rowwise"},
+                RULE,
+            ],
+        },
+    ),
+}
+
+
+def assert_equal(found, expected):
+    losses, weights = found
+    assert losses.tolist() == pytest.approx(expected[0].tolist(), abs=1e-10)
+    for name, weight in expected[1].items():
+        torch.testing.assert_close(weights[name], weight, rtol=0, atol=1e-10)
+
+
+@pytest.fixture(scope="module")
+def alone():
+    """Return what one process learns, by model; each is trained once."""
+    known = {}
+
+    def of(name):
+        if name not in known:
+            known[name] = run_warm(trained, 1, {}, *MODELS[name])[0]
+        return known[name]
+
+    return of
+
+
+@pytest.mark.parametrize("name", MODELS)
+def test_two_ranks_with_parts_of_sequences_equal_one_process(name, alone):
+    for found in run_warm(trained, 2, TWO, *MODELS[name]):
+        assert_equal(found, alone(name))
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("case", CONFIGS)
+@pytest.mark.parametrize("name", MODELS)
+def test_parts_of_sequences_with_other_techniques_equal_one_process(name, case, alone):
+    ranks, config = CONFIGS[case]
+    for found in run_warm(trained, ranks, config, *MODELS[name]):
+        assert_equal(found, alone(name))
+
+
+class Changed(Text):
+    """A model that does something else with the tokens behind its last block."""
+
+    def __init__(self, change):
+        super().__init__()
+        self.change = change
+        self.conv = nn.Conv1d(16, 16, 3, padding=1)
+        self.lstm = nn.LSTM(16, 16, batch_first=True)
+        self.heads = nn.MultiheadAttention(16, 2, batch_first=True)
+
+    def forward(self, x):
+        places = self.places(torch.arange(x.shape[1]))
+        y = self.words(x) + places
+        for block in self.blocks:
+            y = block(y)
+        return self.head(self.change(self, y))
+
+
+def eager(_, y):
+    return (y @ y.mT / 4).softmax(-1) @ y
+
+
+def rotated(_, y):
+    return torch.cat([y[:, -1:], y[:, :-1]], dim=1)
+
+
+def dropped(_, y):
+    return functional.scaled_dot_product_attention(
+        y[:, None], y[:, None], y[:, None], dropout_p=0.1
+    )
+
+
+def masked(_, y):
+    tokens = y.shape[1]
+    mask = torch.ones(tokens, tokens, dtype=torch.bool).tril()
+    q = y.unflatten(2, (4, 4)).transpose(1, 2)
+    return functional.scaled_dot_product_attention(q, q, q, mask).transpose(1, 2).flatten(2)
+
+
+def repeated(_, y):
+    def attend(y):
+        q = y.unflatten(2, (4, 4)).transpose(1, 2)
+        return functional.scaled_dot_product_attention(q, q, q).transpose(1, 2).flatten(2)
+
+    return torch.utils.checkpoint.checkpoint(attend, y, use_reentrant=False)
+
+
+MIXING = {
+    "conv1d over tokens": lambda model, y: model.conv(y.mT).mT,
+    "mean over tokens": lambda _, y: y + y.mean(1, keepdim=True),
+    "cumsum over tokens": lambda _, y: y.cumsum(1),
+    "max over tokens": lambda _, y: y / y.abs().max(),
+    "lstm": lambda model, y: model.lstm(y)[0],
+    "multi_head_attention_forward": lambda model, y: model.heads(y, y, y)[0],
+    "layer_norm over tokens": lambda _, y: functional.layer_norm(y, y.shape[1:]),
+    "flip over tokens": lambda _, y: y.flip(1),
+    "matmul of pairs of tokens": eager,
+    "slice over tokens": rotated,
+    "values that the model made": lambda _, y: y + torch.linspace(0, 1, y.shape[1])[:, None],
+    "dropout 0.1": dropped,
+    "mask of shape (4, 4)": masked,
+    "function of torch.utils.checkpoint": repeated,
+    "decision by an argmax over tokens": lambda _, y: y if y.argmax(1).max() > 0 else 2 * y,
+    "2 heads": lambda _, y: (
+        functional.scaled_dot_product_attention(*[y.view(len(y), -1, 1, 16).transpose(1, 2)] * 3)
+        .transpose(1, 2)
+        .flatten(2)
+    ),
+}
+
+
+def refusals():
+    """Return what is said of each model, and whether its weights changed."""
+    found = {}
+    with msrun.init(TWO) as rt:
+        for name, change in MIXING.items():
+            torch.manual_seed(0)
+            model = rt.shard(Changed(change))
+            optimizer = rt.optimizer(torch.optim.SGD(model.parameters(), lr=0.1))
+            before = model.head.weight.detach().clone()
+            with pytest.raises(ModelError) as error:
+                rt.step(model, optimizer, loss_fn, *batches()[0])
+            found[name] = error.value.message, torch.equal(before, model.head.weight)
+    return found
+
+
+def test_what_mixes_tokens_is_refused_by_name_before_a_weight_changes():
+    (found, _) = run_warm(refusals, 2)
+    wrong = {
+        name: said
+        for name, (said, _) in found.items()
+        if name.replace("2 heads", "1 heads") not in said
+    }
+    assert wrong == {}
+    assert all(is_unchanged for _, is_unchanged in found.values())
+
+
+def evaluated():
+    """Return outputs of whole sequences, a gradient of a plain loop, and what is refused."""
+    with msrun.init(TWO) as rt:
+        model = rt.shard(build(Text))
+        x, y = batches()[0]
+        loss_fn(model(x), y).backward()
+        gradient = model.words.weight.grad.clone()
+        with torch.no_grad():
+            output = model.eval()(x)
+        said = []
+        for bad in (x[:, :7], x[:, 0], x.flatten()):
+            with pytest.raises(ModelError) as error:
+                model(bad)
+            said.append(error.value.message)
+        return output, gradient, said
+
+
+def test_a_model_called_by_the_script_takes_and_gives_whole_sequences():
+    model, (x, y) = build(Text), batches()[0]
+    output = model(x)
+    loss_fn(output, y).backward()
+    for found, gradient, said in run_warm(evaluated, 2):
+        torch.testing.assert_close(found, output.detach(), rtol=0, atol=1e-12)
+        torch.testing.assert_close(gradient, model.words.weight.grad, rtol=0, atol=1e-12)
+        assert "7 tokens in dim 1 of the batch can not be split into 2 parts" in said[0]
+        assert "no tensor with two dims" in said[1]
+
+
+def sent():
+    """Return the bytes of all-to-alls in forward and backward."""
+    with msrun.init(TWO) as rt:
+        model = rt.shard(build(partial(Text, heads=4, key_heads=1)))
+        x, y = batches()[0]
+        optimizer = rt.optimizer(torch.optim.SGD(model.parameters(), lr=0.1))
+        with Counted() as counted:
+            rt.step(model, optimizer, loss_fn, x, y)
+        return counted.bytes["all_to_all_single"]
+
+
+def test_bytes_of_all_to_alls_follow_the_formula():
+    layers, passes = 2, 2
+    expected = layers * passes * bytes_by_heads(((4, 4, TOKENS // 2, 4), 1), 2, 8)
+    assert run_warm(sent, 2) == [expected, expected]
+
+
+@pytest.mark.parametrize(
+    ("config", "words"),
+    [
+        ({"mesh": {"dp": 2}, "plan": [RULE]}, "axis cp, which is not in mesh (dp)"),
+        ({"mesh": {"cp": 2, "dp": 1}, "plan": [RULE]}, "must be the next after dp"),
+        ({"mesh": {"cp": 2}}, "no rule of parallel.plan uses this axis"),
+        ({**TWO, "verify": 1}, "parallel.verify does not know parts of sequences"),
+        ({**TWO, "dropout": "exact"}, "parallel.dropout: exact does not know"),
+        ({**TWO, "plan": [RULE, RULE]}, "context stands in plan[0] already"),
+        ({**TWO, "plan": [{**RULE, "axis": "tp"}]}, "style context divides the axis cp"),
+        ({**TWO, "plan": [{"match": "*", "style": "colwise", "kind": "auto"}]}, "kind: belongs to"),
+        (
+            {"mesh": {"cp": 2}, "plan": [{"match": "up", "params": {"weight": ["cp"]}}]},
+            "an operator",
+        ),
+        ({**TWO, "mode": "auto"}, "style: context: mode auto takes wishes for parameters"),
+    ],
+)
+def test_configurations_without_a_meaning_are_refused(config, words):
+    with pytest.raises(ConfigError) as error:
+        resolve(read_config(config), 2)
+    assert words in error.value.message
