@@ -5,6 +5,7 @@
 from __future__ import annotations
 
 import enum
+import math
 import os
 import re
 from collections.abc import Mapping
@@ -320,6 +321,56 @@ def worker_env(identity: WorkerIdentity, base: Mapping[str, str]) -> dict[str, s
         # What the launcher's own names is a job file, or another job's.
         env[CONFIG] = identity.config
     return env | {name: value for name, value in defaults.items() if name not in base}
+
+
+# Prefix of the variables of HCCL, the collectives of NPUs.
+HCCL_PREFIX = "HCCL_"
+_HCCL_ADDRESS = ("HCCL_IF_IP", "HCCL_SOCKET_IFNAME", "HCCL_SOCKET_FAMILY")
+# Seconds.  HCCL's own limits, and its default of the time that a collective may take.
+_HCCL_CONNECT_MIN, _HCCL_CONNECT_MAX, _HCCL_EXEC_DEFAULT = 300, 7200, 1836
+_HANG_REPORT_SECONDS = 60
+
+
+class HcclNeeds(msgspec.Struct, frozen=True, kw_only=True):
+    """What HCCL must know of a job.
+
+    Args:
+        address: Numeric address of this node, empty if all ranks are on it.
+        interface: Name of the interface that has it, empty if none has.
+        join_timeout: Seconds in which nodes join; below 0 for no limit.
+        rank_table: Whether ranks read a rank table.
+        hang_timeout: Seconds after which msrun reports a hang; None if it does not.
+    """
+
+    address: str
+    interface: str
+    join_timeout: int
+    rank_table: bool
+    hang_timeout: float | None
+
+
+def hccl_env(needs: HcclNeeds, base: Mapping[str, str]) -> dict[str, str]:
+    """Return the variables of HCCL that follow from the job and that `base` lacks.
+
+    `HCCL_IF_IP` goes before the names of interfaces in HCCL, so where `base` has any of them it
+    gets none.  Ranks of several nodes, or of a table, connect one after the other; and a collective
+    that waits must not end before msrun has said who hangs.
+    """
+    env: dict[str, str] = {}
+    if needs.address and not any(name in base for name in _HCCL_ADDRESS):
+        env["HCCL_IF_IP"] = needs.address
+        env["HCCL_SOCKET_FAMILY"] = "AF_INET6" if ":" in needs.address else "AF_INET"
+        if needs.interface:
+            env["HCCL_SOCKET_IFNAME"] = f"={needs.interface}"  # that very name, no prefix of others
+    if needs.address or needs.rank_table:
+        limit = _HCCL_CONNECT_MAX if needs.join_timeout < 0 else needs.join_timeout
+        seconds = min(max(limit, _HCCL_CONNECT_MIN), _HCCL_CONNECT_MAX)
+        env["HCCL_CONNECT_TIMEOUT"] = str(seconds)
+    if needs.hang_timeout is not None and math.isfinite(needs.hang_timeout):
+        seconds = math.ceil(needs.hang_timeout) + _HANG_REPORT_SECONDS
+        if seconds > _HCCL_EXEC_DEFAULT:
+            env["HCCL_EXEC_TIMEOUT"] = str(seconds)
+    return {name: value for name, value in env.items() if name not in base}
 
 
 def server_env(

@@ -368,20 +368,16 @@ class ParallelConfig(ConfigSection, frozen=True, kw_only=True):
                 raise ValueError(f"verify: {sentence}")
 
     def _check_precision(self) -> None:
-        """Refuse what has types of its own."""
-        for key in ("precision", "compile"):
-            if getattr(self, key) and self.mode == "auto":
-                raise ValueError(
-                    f"{key}: mode auto runs a plan of operators in the types of the model (choose "
-                    "semi_auto)"
-                )
+        """Refuse what has types of its own, or was not compared."""
         mesh = {} if isinstance(self.mesh, str) else self.mesh
-        for axis in _EXCHANGING_AXES:
-            if self.precision and mesh.get(axis, 1) != 1:
+        axes = [axis for axis in _EXCHANGING_AXES if mesh.get(axis, 1) != 1]
+        for key in (key for key in ("precision", "compile") if getattr(self, key)):
+            if self.mode == "auto":
                 raise ValueError(
-                    f"precision: what ranks exchange over {axis} was not compared in "
-                    f"{self.precision} (leave out one of the two)"
+                    f"{key}: mode auto runs operators in the types of the model (choose semi_auto)"
                 )
+            if axes:
+                raise ValueError(f"{key}: was not compared over the axis {axes[0]} (leave out one)")
         if self.precision and self.optimizer.dtype:
             raise ValueError(
                 f"precision: {self.precision} chooses optimizer.dtype, which is "

@@ -48,6 +48,7 @@ from msrun.parallel.sharded_model import (
     ShardedModel,
     each,
     entered,
+    prepare_copies,
     refuse_compiled,
     refuse_copies,
     refuse_hooks,
@@ -318,7 +319,7 @@ def _make_parallel(
         watch(model, hooks.check)
     precision.apply(config, model, context.device)
     snapshot = _snapshot(config, model, zero)
-    _prepare_copies(context, config, model)
+    prepare_copies(config, model, is_zero=zero is not None)
     if zero:
         zero.order.check = partial(each, hooks.check, context.batch.check)
     state = ShardedModel(
@@ -368,14 +369,6 @@ def _replicas(
 ) -> ReplicaDigest | None:
     digest = ReplicaDigest(model, resolved.config, context, resolved.excluded)
     return digest if context.world_size > 1 else None
-
-
-def _prepare_copies(context: RankContext, config: ParallelConfig, model: nn.Module) -> None:
-    """Have `copy.deepcopy` say why it does not work on `model`, where it does not."""
-    if config.pipeline:
-        refuse_copies(model, f"{ROOT}.pipeline")
-    elif config.optimizer.zero and context.layout.size(DATA_AXIS) > 1:
-        refuse_copies(model, f"{ROOT}.optimizer.zero")
 
 
 def _computing(

@@ -171,6 +171,14 @@ def refuse_copies(model: nn.Module, reason: str) -> None:
     model.__deepcopy__ = refused  # type: ignore[assignment]
 
 
+def prepare_copies(config: ParallelConfig, model: nn.Module, *, is_zero: bool) -> None:
+    """Have `copy.deepcopy` say why it does not work on `model`, where it does not."""
+    if config.pipeline:
+        refuse_copies(model, f"{ROOT}.pipeline")
+    elif is_zero:
+        refuse_copies(model, f"{ROOT}.optimizer.zero")
+
+
 _HOOKS = (
     "register_forward_pre_hook",
     "register_forward_hook",

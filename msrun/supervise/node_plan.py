@@ -9,7 +9,7 @@ from pathlib import Path
 import msgspec
 
 from msrun.backend import WorkerPlan
-from msrun.environ import ServersIdentity, WorkerIdentity, worker_env
+from msrun.environ import HcclNeeds, ServersIdentity, WorkerIdentity, hccl_env, worker_env
 from msrun.job import STOP_SIGNALS, JobSpec
 from msrun.supervise import affinity, network
 from msrun.supervise.affinity import AffinityPlan
@@ -171,6 +171,7 @@ def plan_workers(
     interface = "lo" if placement.nnodes == 1 else network.interface_of(job.address)
     threads = affinity.plan_threads(bound, machine.cpus)
     base = {**base, **job.env}
+    npu = _npu_env(job, machine, interface if placement.nnodes > 1 else None, base)
     plans = []
     for i in range(job.workers_per_node):
         who = _identity(job, placement, i, threads[i], interface)
@@ -187,10 +188,26 @@ def plan_workers(
                 log_file=log,
                 out_file=stream_file(log, "out") if STDOUT in own else "",
                 err_file=stream_file(log, "err") if STDERR in own else "",
-                env={**job.env, **worker_env(who, base)},
+                env={**job.env, **npu, **worker_env(who, base)},
             )
         )
     return tuple(plans)
+
+
+def _npu_env(
+    job: JobSpec, machine: Machine, interface: str | None, base: Mapping[str, str]
+) -> dict[str, str]:
+    """Return what HCCL needs on a machine with NPUs; `interface` is None on the only node."""
+    if not any(device.kind is DeviceKind.NPU for device in machine.devices):
+        return {}
+    needs = HcclNeeds(
+        address="" if interface is None else job.address,
+        interface=interface or "",
+        join_timeout=join_seconds(job),
+        rank_table=bool(job.rank_table),
+        hang_timeout=job.hang_timeout,
+    )
+    return hccl_env(needs, base)
 
 
 def _identity(

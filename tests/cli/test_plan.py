@@ -475,6 +475,13 @@ def test_words_of_mindspore_are_shown_with_ours(msrun, here):
     }
 
 
+def test_what_workers_get_for_hccl_is_shown(msrun):
+    out = msrun("plan --env HCCL_IF_IP=10.0.0.1 --env HCCL_EXEC_TIMEOUT=9 train.py").out
+
+    assert "\nHCCL:\n  HCCL_EXEC_TIMEOUT  9\n  HCCL_IF_IP         10.0.0.1\n" in out
+    assert "HCCL" not in msrun("plan train.py").out
+
+
 def test_notes_on_a_mesh(msrun, parallel):
     outcome = msrun(f"plan {parallel} --worker-num 4 --monitor-interval 1")
 

@@ -6,7 +6,7 @@ from msgspec import structs
 from launchers.dynamic import DynamicLauncher
 from msrun.job import JobSpec, ProgramKind, WorkerProgram
 from msrun.supervise import node_plan
-from msrun.topology import CpuTopology, Machine
+from msrun.topology import CpuTopology, Device, DeviceKind, Machine
 
 MACHINE = Machine(
     host="node1",
@@ -135,6 +135,26 @@ def test_a_total_tells_how_many_equal_nodes_there_are():
     found = several(nnodes_min=1, nnodes_max=8, world_size=8, node_rank=0)
 
     assert variables(found, "WORLD_SIZE", "GROUP_WORLD_SIZE") == [("8", "4")] * 2
+
+
+def test_workers_on_npus_get_what_hccl_needs():
+    npus = tuple(Device(kind=DeviceKind.NPU, index=i, physical=i) for i in range(2))
+    machine = structs.replace(MACHINE, devices=npus)
+    job = structs.replace(
+        several().job, address="10.0.0.1", join_timeout=1200.0, hang_timeout=3600.0
+    )
+    placement = node_plan.expected(job, "/run")
+
+    def given(machine, base):
+        (env, *_) = [w.env for w in node_plan.plan_workers(job, machine, placement, base)]
+        return {name: value for name, value in env.items() if name.startswith("HCCL")}
+
+    assert given(MACHINE, {}) == {}
+    assert given(machine, {"HCCL_EXEC_TIMEOUT": "9"}) == {
+        "HCCL_IF_IP": "10.0.0.1",
+        "HCCL_SOCKET_FAMILY": "AF_INET",
+        "HCCL_CONNECT_TIMEOUT": "1200",
+    }
 
 
 def by_hand(device=None):

@@ -440,3 +440,53 @@ def test_an_interface_is_chosen_where_none_is_set(monkeypatch, found, name, now)
     environ.choose_interface(name)
 
     assert os.environ.get("GLOO_SOCKET_IFNAME") == now
+
+
+def hccl(base=(), **changes):
+    needs = {
+        "address": "10.0.0.1",
+        "interface": "eth0",
+        "join_timeout": 600,
+        "rank_table": False,
+        "hang_timeout": None,
+    }
+    return environ.hccl_env(environ.HcclNeeds(**needs | changes), dict.fromkeys(base, "mine"))
+
+
+ADDRESS = {
+    "HCCL_IF_IP": "10.0.0.1",
+    "HCCL_SOCKET_FAMILY": "AF_INET",
+    "HCCL_SOCKET_IFNAME": "=eth0",
+}
+
+
+@pytest.mark.parametrize(
+    ("changes", "expected"),
+    [
+        ({}, {**ADDRESS, "HCCL_CONNECT_TIMEOUT": "600"}),
+        ({"join_timeout": 10}, {**ADDRESS, "HCCL_CONNECT_TIMEOUT": "300"}),
+        ({"join_timeout": -1}, {**ADDRESS, "HCCL_CONNECT_TIMEOUT": "7200"}),
+        ({"address": "", "interface": "lo"}, {}),
+        ({"address": "", "rank_table": True}, {"HCCL_CONNECT_TIMEOUT": "600"}),
+        ({"address": "", "hang_timeout": 600.0}, {}),
+        ({"address": "", "hang_timeout": float("inf")}, {}),
+        ({"address": "", "hang_timeout": 1800.5}, {"HCCL_EXEC_TIMEOUT": "1861"}),
+        (
+            {"address": "fd00::1", "interface": ""},
+            {
+                "HCCL_IF_IP": "fd00::1",
+                "HCCL_SOCKET_FAMILY": "AF_INET6",
+                "HCCL_CONNECT_TIMEOUT": "600",
+            },
+        ),
+        ({"base": ["HCCL_CONNECT_TIMEOUT"]}, ADDRESS),
+        # The user's name of an interface would lose against an address of ours.
+        ({"base": ["HCCL_SOCKET_IFNAME"]}, {"HCCL_CONNECT_TIMEOUT": "600"}),
+        (
+            {"base": ["HCCL_EXEC_TIMEOUT", "HCCL_IF_IP"], "hang_timeout": 4000.0},
+            {"HCCL_CONNECT_TIMEOUT": "600"},
+        ),
+    ],
+)
+def test_hccl_gets_what_follows_from_the_job_and_nobody_set(changes, expected):
+    assert hccl(**changes) == expected

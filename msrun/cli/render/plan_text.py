@@ -12,6 +12,7 @@ from msrun.cli.options import catalog as options
 from msrun.cli.options.settings import Level
 from msrun.cli.render import mesh_text
 from msrun.cli.render.section import TextSection
+from msrun.environ import HCCL_PREFIX
 from msrun.job import EVERY_RANK, Binding, BindMode, JobSpec
 from msrun.supervise import node_plan, secret
 from msrun.topology import render_number_list
@@ -80,6 +81,7 @@ def sections(prepared: Prepared, *, is_all: bool, env_of: int | None) -> list[Te
             rows=tuple(_row(worker, has_rank=plan.has_ranks) for worker in plan.workers),
         ),
         *_servers(plan),
+        *_hccl(plan),
         *mesh_text.sections(prepared.draft.parallel, is_all=is_all),
         TextSection(heading="containment", rows=((plan.containment,),)),
     ]
@@ -114,6 +116,13 @@ def _servers_document(plan: LaunchPlan) -> dict[str, object]:
         for number in range(job.servers)
     ]
     return {"servers": rows}
+
+
+def _hccl(plan: LaunchPlan) -> list[TextSection]:
+    """Return the variables of HCCL that workers get, the same for all of this node."""
+    names = sorted(name for name in plan.workers[0].env if name.startswith(HCCL_PREFIX))
+    rows = tuple((name, plan.workers[0].env[name]) for name in names)
+    return [TextSection(heading="HCCL", rows=rows)] if rows else []
 
 
 def _formation(plan: LaunchPlan) -> list[TextSection]:

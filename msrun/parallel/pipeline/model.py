@@ -396,20 +396,22 @@ class SplitModel(PipelineModel):
         """Return the bytes that a copy without values saves."""
         split = split_batch(inputs, self._microbatches, may_differ=False)
         piece = split.padded(inputs, 0)
-        return self._recordings.saved_bytes(piece, self._record(piece, split.width))
+        recording = self._record(piece, split.width)
+        with self.precision():
+            return self._recordings.saved_bytes(piece, recording)
 
     def _prepare(
         self, inputs: Sequence[Any], *, may_differ: bool
     ) -> tuple[MicrobatchSplit, Borders]:
         """Return how a batch is split, and what chunks send, found with a copy without values."""
         split = split_batch(inputs, self._microbatches, may_differ=may_differ)
-        with self.precision():
-            return split, self._record(split.padded(inputs, 0), split.width).borders
+        return split, self._record(split.padded(inputs, 0), split.width).borders
 
     def _record(self, piece: Sequence[Any], samples: int) -> Recording:
         """Return the forward of a micro-batch, whose programs chunks run from now on."""
         modes = {name: self.get_submodule(name).training for name in self._opened}
-        recording = self._recordings.find(piece, modes, samples)
+        with self.precision():
+            recording = self._recordings.find(piece, modes, samples)
         if not recording.compiled:
             vars(self).update(recording.constants)
             for chunk in self._own:
