@@ -354,6 +354,8 @@ def _check_context(config: ParallelConfig, layout: MeshLayout) -> None:
         f"{ROOT}.pipeline": config.pipeline is not None,
         f"{ROOT}.dropout: exact": config.dropout == "exact",
         f"{ROOT}.verify": bool(config.verify),
+        f"{ROOT}.reduce.op: sum": config.reduce.op == "sum",
+        f"{ROOT}.reduce.exclude": bool(config.reduce.exclude),
         f"{ROOT}.mesh.{EXPERT_AXIS}": layout.ep > 0,
         f"{ROOT}.servers": config.servers is not None,
     }

@@ -99,6 +99,13 @@ def _of_transformers(
             )
         named["shift_labels"] = functional.pad(labels[:, 1:], (0, 1), value=_IGNORED)
     mask = named.get("attention_mask")
+    places = named.get("position_ids")
+    if isinstance(places, Tensor) and mask is None and bool((places.diff(dim=-1) != 1).any()):
+        raise ModelError(
+            f"{key}.style: context: position_ids that begin anew make documents of a sequence, and "
+            "attention within documents alone is not supported",
+            hint="give rt.step one document in each sequence",
+        )
     real = None
     if isinstance(mask, Tensor) and mask.dim() == 2:  # noqa: PLR2004 - of samples and tokens
         del named["attention_mask"]

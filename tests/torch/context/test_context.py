@@ -290,6 +290,8 @@ def test_activations_of_a_rank_fall_with_the_number_of_ranks(rule):
         ({"mesh": {"cp": 2}}, "no rule of parallel.plan uses this axis"),
         ({**TWO, "verify": 1}, "parallel.verify does not know parts of sequences"),
         ({**TWO, "dropout": "exact"}, "parallel.dropout: exact does not know"),
+        ({**TWO, "reduce": {"op": "sum"}}, "parallel.reduce.op: sum does not know"),
+        ({**TWO, "reduce": {"exclude": ["x"]}}, "parallel.reduce.exclude does not know"),
         ({**TWO, "plan": [RULE, RULE]}, "context stands in plan[0] already"),
         ({**TWO, "plan": [{**RULE, "axis": "tp"}]}, "style context divides the axis cp"),
         ({**TWO, "plan": [{"match": "*", "style": "colwise", "kind": "auto"}]}, "kind: belongs to"),

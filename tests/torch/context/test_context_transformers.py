@@ -1,0 +1,140 @@
+"""Style `context` with models of transformers, which make positions, masks and labels."""
+
+import pytest
+import torch
+from ranks import run_warm
+
+import msrun
+from msrun.errors import ModelError
+from msrun.parallel.local import full_tensor
+
+transformers = pytest.importorskip("transformers")
+
+pytestmark = [pytest.mark.torch, pytest.mark.slow]
+
+SIZES = {
+    "vocab_size": 40,
+    "hidden_size": 16,
+    "intermediate_size": 32,
+    "num_hidden_layers": 2,
+    "num_attention_heads": 4,
+    "num_key_value_heads": 2,
+    "max_position_embeddings": 32,
+    "pad_token_id": 0,
+}
+
+
+def llama(**options):
+    return transformers.LlamaForCausalLM(transformers.LlamaConfig(**SIZES, **options))
+
+
+def gpt2():
+    sizes = {"vocab_size": 40, "n_positions": 32, "n_embd": 16, "n_layer": 2, "n_head": 4}
+    dropout = dict.fromkeys(("resid_pdrop", "embd_pdrop", "attn_pdrop"), 0)
+    return transformers.GPT2LMHeadModel(
+        transformers.GPT2Config(**sizes, **dropout, bos_token_id=1, eos_token_id=1)
+    )
+
+
+def checkpointed():
+    model = llama()
+    model.activation_checkpointing_enable()
+    return model
+
+
+MODELS = {"Llama": llama, "GPT-2": gpt2, "Llama, checkpointed": checkpointed}
+RULE = {"match": "*", "style": "context"}
+CONFIGS = {
+    "cp 2": (2, {"mesh": {"cp": 2}, "plan": [RULE]}),
+    "ring, cp 4": (4, {"mesh": {"cp": 4}, "plan": [{**RULE, "kind": "ring"}]}),
+    "dp 2, cp 2, zero 3": (
+        4,
+        {"mesh": {"dp": 2, "cp": 2}, "plan": [RULE], "optimizer": {"zero": 3}},
+    ),
+    "cp 2, tp 2": (4, {"mesh": {"cp": 2, "tp": 2}, "plan": ["auto_tp", RULE]}),
+}
+
+
+def batch(*, is_padded):
+    """Return texts whose labels are the words, and the mask of their padding."""
+    words = torch.randint(1, 40, (4, 16), generator=torch.Generator().manual_seed(4))
+    mask = torch.ones_like(words)
+    if is_padded:
+        mask[0, 9:] = mask[3, :2] = 0
+    labels = words.masked_fill(mask == 0, -100)
+    labels[1, :12] = -100
+    return {"input_ids": words, "attention_mask": mask, "labels": labels}
+
+
+def trained(config, name, *, is_padded):
+    with msrun.init(config) as rt:
+        torch.manual_seed(3)
+        model = rt.shard(MODELS[name]().double())
+        optimizer = rt.optimizer(torch.optim.SGD(model.parameters(), lr=0.1, momentum=0.9))
+        ranks, rank = rt.layout.size("dp"), rt.coordinate.get("dp", 0)
+        whole = batch(is_padded=is_padded)
+        part = {key: tensor.tensor_split(ranks)[rank] for key, tensor in whole.items()}
+        losses = [rt.step(model, optimizer, part) for _ in range(3)]
+        weights = {key: full_tensor(p.detach()) for key, p in model.named_parameters()}
+        return torch.stack(losses), weights
+
+
+@pytest.mark.parametrize("is_padded", [False, True])
+@pytest.mark.parametrize("name", MODELS)
+def test_parts_of_texts_equal_whole_texts(name, is_padded):
+    def learn(ranks, config):
+        return run_warm(_learn, ranks, config, name, is_padded)
+
+    losses, weights = learn(1, {})[0]
+    for ranks, config in CONFIGS.values():
+        for found, others in learn(ranks, config):
+            # transformers computes the loss in float32, which AdamW would magnify.
+            torch.testing.assert_close(found, losses, rtol=0, atol=4e-6)
+            for key, weight in weights.items():
+                torch.testing.assert_close(others[key], weight, rtol=0, atol=1e-6)
+
+
+def _learn(config, name, is_padded):
+    return trained(config, name, is_padded=is_padded)
+
+
+def mistral():
+    return transformers.MistralForCausalLM(transformers.MistralConfig(**SIZES, sliding_window=8))
+
+
+def stretched():
+    rope = {"rope_type": "dynamic", "rope_theta": 10000.0, "factor": 2.0}
+    return llama(rope_parameters=rope)
+
+
+REFUSED = {
+    "sliding_attention": mistral,
+    "attn_implementation 'eager'": lambda: llama(attn_implementation="eager"),
+    "rope_type 'dynamic'": stretched,
+    "dropout 0.1 of attention weights": lambda: llama(attention_dropout=0.1),
+}
+
+
+def refusals():
+    found = {}
+    with msrun.init({"mesh": {"cp": 2}, "plan": [RULE]}) as rt:
+        for words, make in REFUSED.items():
+            model = rt.shard(make())
+            optimizer = rt.optimizer(torch.optim.SGD(model.parameters(), lr=0.1))
+            with pytest.raises(ModelError) as error:
+                rt.step(model, optimizer, batch(is_padded=False))
+            found[words] = error.value.message
+        model = rt.shard(llama())
+        optimizer = rt.optimizer(torch.optim.SGD(model.parameters(), lr=0.1))
+        packed = batch(is_padded=False)
+        del packed["attention_mask"]
+        packed["position_ids"] = torch.arange(8).repeat(4, 2)
+        with pytest.raises(ModelError) as error:
+            rt.step(model, optimizer, packed)
+        found["position_ids that begin anew"] = error.value.message
+    return found
+
+
+def test_what_follows_the_length_that_a_rank_sees_is_refused():
+    for found in run_warm(refusals, 2):
+        assert {words: said for words, said in found.items() if words not in said} == {}
