@@ -12,7 +12,7 @@ import json
 import logging
 import sys
 from collections.abc import Callable, Iterator, Sequence
-from contextlib import AbstractContextManager, contextmanager, redirect_stderr
+from contextlib import AbstractContextManager, contextmanager, nullcontext, redirect_stderr
 from functools import partial
 from types import FrameType
 from typing import TYPE_CHECKING, Any
@@ -294,16 +294,20 @@ def eagerly() -> Iterator[None]:
         yield
         return
 
-    with _compiling_in(compiled_again), torch.compiler.set_stance("force_eager"):
+    with _compiling_in(_normally), torch.compiler.set_stance("force_eager"):
         yield
 
 
 @contextmanager
 def compiled_again() -> Iterator[None]:
     """Have functions of `torch.compile` run compiled, inside of `eagerly`, unseen by watches."""
-    if not _watches():
+    with _normally() if _watches() else nullcontext():
         yield
-        return
+
+
+@contextmanager
+def _normally() -> Iterator[None]:
+    """Have functions of `torch.compile` run compiled, inside, unseen by watches."""
     with torch.compiler.set_stance("default"), _unwatched():
         yield
 

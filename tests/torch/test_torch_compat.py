@@ -25,6 +25,7 @@ from torch.utils.checkpoint import checkpoint
 from msrun.parallel.torch_compat import (
     after_backward,
     checkpointed,
+    compiled_again,
     dispatching,
     eagerly,
     functional_collective,
@@ -574,6 +575,33 @@ def test_compiled_functions_run_eagerly():
         assert double(torch.ones(1)).item() == 2.0
     assert seen == []
     double(torch.ones(1))
+    assert len(seen) == 1
+
+
+def test_a_function_is_compiled_again_under_a_watch_that_does_not_see_it():
+    seen, names = [], []
+
+    def backend(module, _inputs):
+        seen.append(module)
+        return module
+
+    class Watch(TorchFunctionMode):
+        is_watch = True
+
+        def __torch_function__(self, func, types, args=(), kwargs=None):
+            names.append(func.__name__)
+            return func(*args, **(kwargs or {}))
+
+    double = torch.compile(lambda x: x.mul(2), backend=backend)
+    x = torch.ones(1)
+    with eagerly(), Watch():
+        double(x)
+        assert (len(seen), names.count("mul")) == (0, 1)
+        with compiled_again():
+            assert double(x).item() == 2.0
+        assert (len(seen), names.count("mul")) == (1, 1)
+    with compiled_again():
+        double(x)
     assert len(seen) == 1
 
 
