@@ -142,6 +142,8 @@ def _gradients(
     train = _train_pipeline if sharded.is_pipeline else _train
     looks = not (sharded.is_watched or sharded.verifier or config.batch_norm == "local")
     order = sharded.order
+    if order:
+        order.joins.begin()
     compared = order.compared_later() if order else contextlib.nullcontext()
     # What is watched must be seen.
     seen = sharded.uncompiled() if looks else contextlib.nullcontext()
@@ -153,7 +155,7 @@ def _gradients(
     # Before the optimizer step: ranks that gathered modules in different orders are refused while
     # no weight has changed.
     if order:
-        order.sum_and_compare(torch.zeros((), device=context.device))
+        order.settle()
     loss = tally.finish(sharded.parameters)
     if sharded.is_pipeline:
         sharded.pipeline().settle(tally, ranks)
@@ -270,7 +272,7 @@ def _train(
                 tally.combine()
             objective = tally.objective(loss, samples)
             if objective.requires_grad or not may_skip:
-                objective.backward()
+                _differentiate(sharded, objective)
     if not objective.requires_grad and all(param.grad is None for param in sharded.parameters()):
         raise ModelError("the loss of no rank depends on a parameter that is trained")
     return tally
@@ -280,6 +282,12 @@ def _may_look(sharded: ShardedModel, tally: LossTally, parts: int) -> bool:
     # A plan of mode auto has the samples of all ranks, and micro-batches have not.
     has_all = sharded.has_fixed_shapes and parts == 1
     return not (has_all or tally.is_whole or is_compiled(sharded.model()))
+
+
+def _differentiate(sharded: ShardedModel, objective: Tensor) -> None:
+    if sharded.order:
+        sharded.order.joins.note_loss(objective)
+    objective.backward()
 
 
 def _check_joins(context: RankContext, sharded: ShardedModel, loss: Tensor) -> None:

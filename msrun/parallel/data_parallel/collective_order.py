@@ -30,6 +30,7 @@ from __future__ import annotations
 
 import contextlib
 import itertools
+import weakref
 import zlib
 from collections.abc import Callable, Iterator, Sequence
 
@@ -41,6 +42,7 @@ from torch.distributed.fsdp import FSDPModule
 from msrun.errors import ModelError, RanksDisagreeError, UsageError
 from msrun.parallel import torch_compat
 from msrun.parallel.config import ROOT
+from msrun.parallel.data_parallel.joined_inputs import JoinNotes
 from msrun.parallel.exchange import messages
 
 _BITS = 32
@@ -65,6 +67,7 @@ class CollectiveOrder:
 
     Attributes:
         check: Raises at the end of a backward pass of a plain loop whose gradients are not right.
+        joins: Notes about inputs of units that got zeros; of a pipeline the stage has its own.
     """
 
     def __init__(
@@ -84,7 +87,9 @@ class CollectiveOrder:
         self._events: list[Event] = []
         self._digest = 0
         self._is_planned = False
+        self._model = weakref.ref(model)
         self.check: Callable[[], None] = lambda: None
+        self.joins = JoinNotes()
         torch_compat.watch_units(
             model,
             self._on_gather,
@@ -103,8 +108,21 @@ class CollectiveOrder:
         finally:
             self._is_planned = False
 
-    def sum_and_compare(self, value: Tensor) -> Tensor:
-        """Return the sum of `value`, one number, over the ranks; compare events on the way.
+    def settle(self) -> None:
+        """Compare events, and drop gradients that come from zeros alone; ranks call it together.
+
+        Raises:
+            RanksDisagreeError: Events of ranks differ, so gradients are wrong.
+            ModelError: A plain loop has gradients from zeros alone.
+        """
+        missing, model = self.sum_and_compare(self.joins.missing), self._model()
+        if missing and model is not None:
+            self.joins.drop(model, self._group, self._device)  # type: ignore[arg-type]  # it is both
+        else:
+            self.joins.begin()
+
+    def sum_and_compare(self, value: float) -> float:
+        """Return the sum of `value` over the ranks; compare events on the way.
 
         Raises:
             RanksDisagreeError: Events of ranks differ, so gradients are wrong.
@@ -113,17 +131,15 @@ class CollectiveOrder:
         # Cleared first, so that a refusal that the script catches does not repeat in later steps.
         self._events, self._digest = [], 0
         bits = [float(digest >> bit & 1) for bit in range(_BITS)]
-        # In bfloat16 a count above 256 would be rounded.
-        dtype = torch.promote_types(value.dtype, torch.float32)
-        own = torch.tensor(bits, dtype=dtype, device=value.device)
-        flat = torch.cat([value.reshape(1).to(dtype), own])
+        flat = torch.tensor([value, *bits], device=self._device)
         dist.all_reduce(flat, group=self._group)
-        if any(0 < count < self._group.size() for count in flat[1:].tolist()):
+        total, *counts = flat.tolist()
+        if any(0 < count < self._group.size() for count in counts):
             # Beyond the limit names are gone: the digest at least shows that ranks differ later.
             is_full = len(events) == self._events_max
             last = f"did other things after {self._events_max} alike ({digest:08x})"
             self._refuse([*events, (last,)] if is_full else events)
-        return flat[0].to(value.dtype).view_as(value)
+        return float(total)
 
     def check_trains(self, loss: Tensor) -> None:
         """Refuse a loss whose backward pass would take no part in the reductions of other ranks.
@@ -155,7 +171,7 @@ class CollectiveOrder:
         self.check()
         # Every reduction of a backward pass asks for a comparison; the first one clears the events.
         if self._events:
-            self.sum_and_compare(torch.zeros((), device=self._device))
+            self.settle()
 
     def _refuse(self, events: list[Event]) -> None:
         """Raise an error that names the first difference, the same on all ranks."""

@@ -128,6 +128,8 @@ def shard_parameters(
     if config.pipeline:
         model.reduces_once = level == 1  # type: ignore[assignment]
         torch_compat.watch_joined_inputs(module, model.joined_inputs.watch)  # type: ignore[union-attr,arg-type]
+    else:
+        torch_compat.watch_joined_inputs(module, order.joins.watch)
     return Zero(module, replicated, order)
 
 

@@ -16,6 +16,7 @@ from torch.nn import Parameter
 
 from msrun.errors import ModelError
 from msrun.parallel.config import ROOT, Pipeline
+from msrun.parallel.data_parallel.joined_inputs import JoinNotes
 from msrun.parallel.foreach.global_hooks import check_global_hooks
 from msrun.parallel.foreach.lists import refuse_norms
 from msrun.parallel.losses.batch import StepBatch
@@ -28,7 +29,6 @@ from msrun.parallel.pipeline.microbatch import MicrobatchSplit, WrittenBuffers, 
 from msrun.parallel.pipeline.penalty import check_loss
 from msrun.parallel.pipeline.plan import PipelineCut, SplitPlan, plan_split
 from msrun.parallel.pipeline.ranks import PipelineRanks
-from msrun.parallel.pipeline.reach.joins import JoinNotes
 from msrun.parallel.pipeline.reach.stage_reach import StageReach
 from msrun.parallel.pipeline.record.modes import closing
 from msrun.parallel.pipeline.record.structure import leaves

@@ -29,6 +29,7 @@ from torch.distributed.pipelining import (
 from torch.nn import Parameter
 
 from msrun.errors import ModelError, UsageError
+from msrun.parallel.data_parallel.joined_inputs import JoinNotes
 from msrun.parallel.losses.batch import map_leaves, own_loss, tensors_in
 from msrun.parallel.losses.sample_dims import Known
 from msrun.parallel.losses.sample_watch import SampleWatch
@@ -45,7 +46,6 @@ from msrun.parallel.pipeline.chunks import MICROBATCHES, STAGES
 from msrun.parallel.pipeline.microbatch import MicrobatchSplit, WrittenBuffers
 from msrun.parallel.pipeline.ranks import PipelineRanks
 from msrun.parallel.pipeline.reach.border_reach import BorderReach
-from msrun.parallel.pipeline.reach.joins import JoinNotes
 from msrun.parallel.pipeline.timeline import Action, plain_order
 from msrun.parallel.torch_compat import eagerly, write_count
 

@@ -10,9 +10,8 @@ import msgspec
 from torch import Tensor
 from torch.nn import Parameter
 
+from msrun.parallel.data_parallel.joined_inputs import JoinNotes, parameters_behind
 from msrun.parallel.pipeline.border import Border, Tensors, received_value, with_dense_gradient
-from msrun.parallel.pipeline.reach.joins import JoinNotes
-from msrun.parallel.torch_compat import passes_straight
 
 # A step of autograd, and the number of its output.
 _Edge = tuple[Any, int]
@@ -134,30 +133,13 @@ class BorderReach:
 
 
 def _behind(start: _Edge, *, is_joined: bool = False) -> tuple[set[int], set[Parameter]]:
-    """Return the received values and the parameters that a step of autograd depends on.
-
-    Args:
-        start: Where its graph begins.
-        is_joined: Whether inputs that were only joined get gradients together.
-    """
+    """Return the received values and the parameters that a step of autograd depends on."""
     received: set[int] = set()
-    params: set[Parameter] = set()
-    seen: set[Any] = set()
-    pending = [start]
-    while pending:
-        step, output = pending.pop()
-        is_straight = not is_joined and passes_straight(step)
-        key = (step, output) if is_straight else step
-        if step is None or key in seen:
-            continue
-        seen.add(key)
+
+    def is_received(step: Any) -> bool:
         number = received_value(step)
-        variable = getattr(step, "variable", None)
         if number is not None:
             received.add(number)
-            continue
-        if isinstance(variable, Parameter):
-            params.add(variable)
-        following = step.next_functions
-        pending += following[output : output + 1] if is_straight else following
-    return received, params
+        return number is not None
+
+    return received, parameters_behind(start, is_joined=is_joined, stops=is_received)
