@@ -17,7 +17,7 @@ from __future__ import annotations
 import contextlib
 import math
 import warnings
-from collections.abc import Collection, Mapping
+from collections.abc import Callable, Collection, Mapping
 from functools import partial
 from typing import TYPE_CHECKING, NamedTuple
 
@@ -321,7 +321,7 @@ def _make_parallel(
     snapshot = _snapshot(config, model, zero)
     prepare_copies(config, model, is_zero=zero is not None)
     if zero:
-        zero.order.check = partial(each, hooks.check, context.batch.check)
+        _begin(zero, partial(each, hooks.check, context.batch.check))
     state = ShardedModel(
         model,
         originals.references(),
@@ -348,6 +348,12 @@ def _make_parallel(
     )
     state.sequences = sequences
     return state
+
+
+def _begin(zero: reductions.Zero, check: Callable[[], None]) -> None:
+    """Prepare a model under optimizer parallel for calls of any part of it, in any order."""
+    torch_compat.begin_units(zero.model)
+    zero.order.check = check
 
 
 def _fill(

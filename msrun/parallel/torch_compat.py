@@ -450,6 +450,38 @@ def _gathered(model: nn.Module) -> Iterator[Any]:
                 yield from group.fsdp_params
 
 
+def parts_with_parameters(unit: FSDPModule) -> list[nn.Module]:
+    """Return the modules inside of a unit of `fully_shard` that hold its own parameters."""
+    from torch.distributed.fsdp import fully_shard
+
+    found: dict[Any, None] = {}
+    state: Any = fully_shard.state(unit)  # type: ignore[attr-defined]
+    for group in state._fsdp_param_groups:  # noqa: SLF001
+        for param in group.fsdp_params:
+            place = param._module_info  # noqa: SLF001
+            found.update(dict.fromkeys([place.module, *place.shared_modules]))
+    found.pop(unit, None)
+    return [*found]
+
+
+def begin_units(model: FSDPModule) -> None:
+    """Make `model` the outermost unit of `fully_shard`, whichever is called first.
+
+    Its parameters must have memory by now.
+    """
+    from torch.distributed.fsdp import fully_shard
+
+    fully_shard.state(model)._lazy_init()  # type: ignore[attr-defined]  # noqa: SLF001
+
+
+def is_gathered(unit: FSDPModule) -> bool:
+    """Return whether the parameters of a unit of `fully_shard` are whole on this rank."""
+    from torch.distributed.fsdp import fully_shard
+
+    state: Any = fully_shard.state(unit)  # type: ignore[attr-defined]
+    return all(group.is_unsharded for group in state._fsdp_param_groups)  # noqa: SLF001
+
+
 def gathered_with_gradient(model: nn.Module) -> set[Tensor]:
     """Return the parameters of `fully_shard` in `model` that have a gradient, reduced or not.
 

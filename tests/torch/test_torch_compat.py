@@ -24,6 +24,7 @@ from torch.utils.checkpoint import checkpoint
 
 from msrun.parallel.torch_compat import (
     after_backward,
+    begin_units,
     checkpointed,
     compiled_again,
     dispatching,
@@ -38,6 +39,7 @@ from msrun.parallel.torch_compat import (
     is_compiled,
     is_compiled_in_place,
     is_dispatching,
+    is_gathered,
     is_higher_order,
     is_in_backward,
     is_of_compiler,
@@ -48,6 +50,7 @@ from msrun.parallel.torch_compat import (
     note_step,
     parameters_replaced,
     parts_before,
+    parts_with_parameters,
     passes_straight,
     reduce_sharded,
     replace_list_functions,
@@ -487,6 +490,26 @@ def test_joined_inputs_are_replaced_and_gathered_parameters_known():
     expected = [(2, True, 2), [3.0, 3.0], [3.0, 3.0], [0.0, 0.0], True, True, True, True]
 
     assert run_ranks(joined_inputs, 2) == [expected] * 2
+
+
+def parts_of_units():
+    """Return what is said of a network of two units, of which the inner one is called first."""
+    from torch.distributed.fsdp import fully_shard
+
+    network = nn.Sequential(nn.Linear(2, 2), nn.Sequential(nn.Linear(2, 2), nn.Tanh()))
+    fully_shard(network[1])
+    fully_shard(network)
+    begin_units(network)
+    seen = [parts_with_parameters(each) for each in (network, network[1])]
+    before = is_gathered(network)
+    network[1](torch.ones(2))
+    network(torch.ones(2)).sum().backward()
+    network.unshard()
+    return seen == [[network[0]], [network[1][0]]], before, is_gathered(network)
+
+
+def test_parts_of_units_are_known_and_may_be_called_first():
+    assert run_ranks(parts_of_units, 2) == [(True, False, True)] * 2
 
 
 def test_write_count_is_that_of_all_views():

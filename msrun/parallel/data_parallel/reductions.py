@@ -111,6 +111,7 @@ def shard_parameters(
     """
     from msrun.parallel.data_parallel import zero
     from msrun.parallel.data_parallel.collective_order import CollectiveOrder
+    from msrun.parallel.data_parallel.parts_alone import gather_for_parts
 
     replicated = small_or_excluded(config, model, excluded)
     units = zero.units(config, model, plans)
@@ -130,6 +131,8 @@ def shard_parameters(
         torch_compat.watch_joined_inputs(module, model.joined_inputs.watch)  # type: ignore[union-attr,arg-type]
     else:
         torch_compat.watch_joined_inputs(module, order.joins.watch)
+        if not config.compile:
+            gather_for_parts(model)
     return Zero(module, replicated, order)
 
 

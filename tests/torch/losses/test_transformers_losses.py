@@ -80,9 +80,11 @@ def data():
     return found
 
 
-def difference(name, config):
+def difference(name, config, prepare=None):
     """Return by how much losses and weights differ from one process."""
     model = build(name)
+    if prepare:
+        prepare(model)
     whole = copy.deepcopy(model)
     plain = torch.optim.SGD(whole.parameters(), lr=0.1)
     rt = msrun.init(config)
@@ -94,7 +96,8 @@ def difference(name, config):
         expected = whole(**batch).loss
         expected.backward()
         plain.step()
-        part = {key: tensor.chunk(2)[rt.rank] for key, tensor in batch.items()}
+        share, count = rt.coordinate.get("dp", 0), rt.layout.size("dp")
+        part = {key: tensor.chunk(count)[share] for key, tensor in batch.items()}
         loss = rt.step(model, update, transformers.BatchEncoding(part))
         worst = max(worst, abs(loss.item() - expected.item()))
     weights = dict(whole.named_parameters())
@@ -108,6 +111,43 @@ def difference(name, config):
 @pytest.mark.parametrize("name", MODELS)
 def test_padded_texts_train_as_in_one_process(name, config):
     assert run_warm(difference, 2, name, CONFIGS[config]) == [pytest.approx(0, abs=1e-6)] * 2
+
+
+def recompute(model):
+    enable = getattr(model, "activation_checkpointing_enable", model.gradient_checkpointing_enable)
+    enable({"use_reentrant": False})
+
+
+@pytest.mark.parametrize("config", [*CONFIGS.values(), {"mesh": {"tp": 2}, "plan": "auto_tp"}])
+@pytest.mark.parametrize("name", ["Llama", "GPT-2", "T5"])
+def test_they_may_recompute_by_themselves(name, config):
+    assert run_warm(difference, 2, name, config, recompute) == [pytest.approx(0, abs=2e-6)] * 2
+
+
+def generated(name, config):
+    """Return what a model generates after a step, on all ranks alike, and one process's."""
+    model = build(name)
+    whole = copy.deepcopy(model)
+    rt = msrun.init(config)
+    model = rt.shard(model)
+    update = rt.optimizer(torch.optim.SGD(model.parameters(), lr=0.1))
+    batch = data()[0]
+    rt.step(model, update, {key: tensor.chunk(2)[rt.rank] for key, tensor in batch.items()})
+    for param_name, param in model.named_parameters():
+        whole.get_parameter(param_name).data.copy_(full_tensor(param.detach()))
+    prompt = batch["input_ids"][2:3, :4]
+    model.eval()
+    return [
+        each.generate(prompt, max_new_tokens=6, do_sample=False).tolist() for each in (model, whole)
+    ]
+
+
+@pytest.mark.parametrize("level", [0, 1, 3])
+@pytest.mark.parametrize("name", ["Llama", "GPT-2", "T5"])
+def test_they_generate_after_a_step(name, level):
+    config = {"optimizer": {"zero": level}}
+    for ours, expected in run_warm(generated, 2, name, config):
+        assert ours == expected
 
 
 def refused(build_model, inputs):

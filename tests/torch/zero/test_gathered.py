@@ -83,3 +83,26 @@ def test_a_forward_between_backward_and_step_keeps_nothing(level, has_gradients)
     expected = run_warm(looked_at, 1, {}, has_gradients)[0]
 
     assert_equal_curves(run_warm(looked_at, 2, LEVELS[level], has_gradients), expected)
+
+
+def called_alone(config):
+    """Return sums over what a part computes before, between and after steps, and the losses."""
+    rt = msrun.init(config)
+    network = rt.shard(build("mlp"))
+    update = rt.optimizer(torch.optim.SGD(network.parameters(), lr=0.1))
+    found = []
+    for x, y in parts(rt):
+        with torch.inference_mode():
+            found.append(rt.mean_over_data(network.fc1(x).square().mean()).item())
+        found.append(rt.step(network, update, functional.cross_entropy, x, y).item())
+    with torch.no_grad():
+        found.append(rt.mean_over_data(network.fc1(x).square().mean()).item())
+    return found
+
+
+@pytest.mark.parametrize("level", LEVELS)
+def test_a_part_is_called_alone_in_evaluation(level):
+    """As transformers does with an encoder to generate."""
+    expected = run_warm(called_alone, 1, {})[0]
+
+    assert_equal_curves(run_warm(called_alone, 2, LEVELS[level]), expected)
