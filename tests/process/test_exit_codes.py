@@ -108,6 +108,7 @@ def check_verdict(job):
             "error": "",
             "tail": ["line 1", "line 2", "line 3", "last \\x1b[31mwords"],
             "log_file": str(job.logs / "worker_1.log"),
+            "is_server": False,
         },
         "collateral": [
             {"how": "exited with code 9", "ranks": {"count": 1, "runs": [[0, 0]]}},
