@@ -47,14 +47,17 @@ def remains(runtime):
 
 
 def kill_all(job):
-    """Kill launcher and reaper, so that nobody cleans up."""
+    """Kill reaper and launcher, so that nobody cleans up.
+
+    In this order: a forkserver that loses the launcher continues the reaper.
+    """
     reaper = job.find("msrun reaper")
     for process in (psutil.Process(job.pid), reaper):  # else the launcher would continue the reaper
         process.suspend()
         until(lambda process=process: process.status() == psutil.STATUS_STOPPED, "for a stop")
+    kill(reaper)
     job.process.kill()
     job.wait()
-    kill(reaper)
 
 
 def test_a_cgroup_is_noted_before_it_is_made(msrun, parent_cgroup):
