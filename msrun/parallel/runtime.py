@@ -520,11 +520,12 @@ class Runtime:
         """
         from msrun.parallel.weights.load import load_pretrained
 
-        checkpoints = self.checkpoints
-        checkpoints.finish()
-        return load_pretrained(
-            checkpoints.peers, model, self._origin(model), Path(path), strict=strict
-        )
+        with self._whole(is_replaced=True):
+            checkpoints = self.checkpoints
+            checkpoints.finish()
+            return load_pretrained(
+                checkpoints.peers, model, self._origin(model), Path(path), strict=strict
+            )
 
     def save_pretrained(
         self, model: nn.Module, path: str | Path, *, max_shard_size: int | str = "5GB"
@@ -557,10 +558,10 @@ class Runtime:
         with self._whole():
             return self._exporter(model).state_dict()
 
-    def _whole(self) -> contextlib.AbstractContextManager[None]:
-        """Have parameters that live on servers here inside the block."""
+    def _whole(self, *, is_replaced: bool = False) -> contextlib.AbstractContextManager[None]:
+        """Have parameters that live on servers here inside the block, which may replace them."""
         remote = self._remote
-        return remote.whole(is_replaced=False) if remote else contextlib.nullcontext()
+        return remote.whole(is_replaced=is_replaced) if remote else contextlib.nullcontext()
 
     def _exporter(self, model: nn.Module) -> Exporter:
         from msrun.parallel.weights.export import Exporter

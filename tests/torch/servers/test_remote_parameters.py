@@ -314,3 +314,32 @@ def test_checkpoints_hold_tables_and_their_state(tmp_path, monkeypatch):
         assert first == pytest.approx(losses, abs=TOLERANCE)
         assert again == pytest.approx(losses[3:], abs=TOLERANCE)
     assert alone == pytest.approx(losses[3:], abs=TOLERANCE)
+
+
+def loaded_again(folder):
+    """Return the curve of the last steps twice, the second time from weights of a file."""
+    rt = msrun.init({"servers": {"params": PARAMS}})
+    model = rt.shard(build())
+    update = rt.optimizer(torch.optim.SGD(model.parameters(), lr=0.1))
+
+    def steps(begin, end):
+        return [
+            rt.step(model, update, LOSS, *part(step, rt.rank, rt.world_size)).item()
+            for step in range(begin, end)
+        ]
+
+    steps(0, 3)
+    rt.save_pretrained(model, folder)
+    first = steps(3, STEPS)
+    rt.load_pretrained(model, folder)
+    again = steps(3, STEPS)
+    rt.close()
+    return first, again
+
+
+def test_weights_of_a_file_replace_those_on_servers(tmp_path, monkeypatch):
+    with serving(tmp_path / "servers", monkeypatch, 2, 2):
+        found = run_warm(loaded_again, 2, tmp_path / "weights")
+
+    for first, again in found:
+        assert again == pytest.approx(first, abs=TOLERANCE)
