@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import signal
+
 import pytest
 from screen import Terminal
 from support import Job, alive, until
@@ -36,6 +38,9 @@ def msrun(tmp_path, runtime):
     if was_running:
         until(lambda: not any(job.members() for job in jobs), "for a killed launcher's tree")
         return
+    if any(job.process.returncode == -signal.SIGKILL for job in jobs):
+        # The reaper of a killed launcher cleans after the test has gone on.
+        until(lambda: not any(job.leftovers() for job in jobs), "for a killed launcher's reaper")
     left = [line for job in jobs for line in job.leftovers()]
     assert not left
     assert not jobs or [path.name for path in (runtime / "msrun").glob("*")] in ([], [".guard"])
