@@ -137,6 +137,12 @@ def is_active(mode: TorchFunctionMode) -> bool:
     return any(active is mode for active in _get_current_function_mode_stack())
 
 
+def as_plain_tensors() -> AbstractContextManager[None]:
+    """Return a context in which functions take subclasses of tensors as plain tensors."""
+    disabled: AbstractContextManager[None] = torch._C.DisableTorchFunctionSubclass()  # noqa: SLF001
+    return disabled
+
+
 def reduce_sharded(model: FSDPModule) -> None:
     """Reduce the gradients that accumulated in `model` while its reduction was switched off.
 

@@ -24,6 +24,7 @@ from torch.utils.checkpoint import checkpoint
 
 from msrun.parallel.torch_compat import (
     after_backward,
+    as_plain_tensors,
     begin_units,
     checkpointed,
     compiled_again,
@@ -99,6 +100,21 @@ def test_after_backward_counts_for_one_backward():
     assert seen == [1]
     with pytest.raises(RuntimeError):
         after_backward(seen.clear)
+
+
+def test_functions_take_subclasses_as_plain_tensors_inside():
+    class Refusing(nn.Parameter):
+        @classmethod
+        def __torch_function__(cls, *_):
+            raise TypeError("refused")
+
+    x = Refusing(torch.ones(2))
+    with pytest.raises(TypeError):
+        torch.add(x, x)
+    with as_plain_tensors():
+        y = x + x
+
+    assert type(y) is torch.Tensor
 
 
 def test_a_mode_is_active_inside_it_and_not_in_a_backward():

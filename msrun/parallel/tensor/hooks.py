@@ -155,6 +155,11 @@ def watch(model: nn.Module, check: Callable[[], None]) -> None:
             hooks.update(earlier)
 
 
+def placing(dims: Dims, mesh: DeviceMesh, where: str) -> Callable[[Tensor], DTensor]:
+    """Return what puts a tensor in the placement that a plan wants; `where` names it in errors."""
+    return _WantedPlacement(dims, mesh, where).put
+
+
 class _Hooks:
     """Places the first input and the output of one planned module."""
 
