@@ -88,9 +88,10 @@ class LayoutRule(ConfigSection, frozen=True, kw_only=True):
 class PlanRule(ConfigSection, frozen=True, kw_only=True):
     """How the modules that `match` matches shard their parameters, input and output.
 
-    A rule has one of four forms: `style`, `strategy`, `layout`, or any of `params`, `in` and
-    `out`.  In a list of dims, each entry is null for an unsharded dim, the name of one mesh axis,
-    or a list of names, the most significant first; `...` stands for as many unsharded dims as fit.
+    A rule has one of five forms: `style`, `strategy`, `layout`, `rows`, or any of `params`, `in`
+    and `out`.  In a list of dims, each entry is null for an unsharded dim, the name of one mesh
+    axis, or a list of names, the most significant first; `...` stands for as many unsharded dims as
+    fit.
 
     Args:
         match: Pattern of module names, such as `layers.*.up`; `*` also matches dots.
@@ -100,11 +101,15 @@ class PlanRule(ConfigSection, frozen=True, kw_only=True):
             with 3-D parameters of all, and over the axis `ep` sends tokens to the ranks of experts,
             `context` computes the attention in these modules over the axis `cp`, whose ranks have
             consecutive tokens of each sequence.
-        axis: Mesh axis of `style`; None takes the only axis beside `dp` and `pp`.
+        axis: Mesh axis of `style` or `rows`; None takes the only axis beside `dp` and `pp`.
         parts: With `colwise`: number of equal projections that follow each other in one weight,
             such as 3 for query, key and value; each is sharded, at least 1.
         kind: With `context`: `all_to_all` gives each rank all tokens of some heads, `ring` sends
             keys and values around; `auto`, the default, is the first if the axis divides the heads.
+        rows: Of an embedding table, how many rows each rank of `axis` has; as many numbers as it
+            has ranks.  The last dim of the ids has the fields: those of the first run of fields
+            are ids of the rows of the first rank, and so on.  The output is sharded by dim 0,
+            unless `out` is given.
         strategy: MindSpore's notation: into how many parts each dim of each input is split,
             weights included.
         out_strategy: With `strategy`: into how many parts each dim of the output is split; None
@@ -122,6 +127,7 @@ class PlanRule(ConfigSection, frozen=True, kw_only=True):
     axis: str | None = None
     parts: int = 1
     kind: Literal["auto", "all_to_all", "ring"] | None = None
+    rows: list[int] | None = None
     strategy: list[list[int]] | None = None
     out_strategy: list[list[int]] | None = None
     layout: LayoutRule | None = None
@@ -134,15 +140,22 @@ class PlanRule(ConfigSection, frozen=True, kw_only=True):
             "style": self.style is not None,
             "strategy": self.strategy is not None,
             "layout": self.layout is not None,
-            "params": bool(self.params) or self.inputs is not None or self.out is not None,
+            "rows": self.rows is not None,
+            "params": bool(self.params)
+            or self.inputs is not None
+            or (self.out is not None and self.rows is None),
         }
         given = [name for name, is_given in forms.items() if is_given]
         if not given:
-            raise ValueError("style: or strategy, layout, or params, in and out must be given")
+            raise ValueError(
+                "style: or strategy, layout, rows, or params, in and out must be given"
+            )
         if len(given) > 1:
             raise ValueError(f"{given[0]}: cannot be combined with {given[1]}")
-        if self.axis and not self.style:
+        if self.axis and not self.style and self.rows is None:
             raise ValueError("axis: belongs to a style")
+        if self.rows is not None and (not self.rows or min(self.rows) < 1):
+            raise ValueError(f"rows: {self.rows} must have a number from 1 for each rank of axis")
         if self.style == "context" and self.axis not in (None, CONTEXT_AXIS):
             raise ValueError(f"axis: style context divides the axis {CONTEXT_AXIS}")
         if self.kind and self.style != "context":
@@ -476,6 +489,7 @@ def _wishes_of_activations(rule: PlanRule) -> dict[str, bool]:
     return {
         "style: sequence": rule.style == "sequence",
         "style: context": rule.style == "context",
+        "rows": rule.rows is not None,
         "in": rule.inputs is not None,
         "out": rule.out is not None,
         "out_strategy": rule.out_strategy is not None,

@@ -476,10 +476,23 @@ def _check_rule(rule: PlanRule, layout: MeshLayout, where: str) -> None:
     for key, dims in (("in", rule.inputs), ("out", rule.out)):
         if dims is not None:
             batch_free(dims, f"{where}.{key}")
+    _check_rows(rule, layout, where)
+
+
+def _check_rows(rule: PlanRule, layout: MeshLayout, where: str) -> None:
+    """Refuse runs of rows that are not one for each rank; one rank alone has all."""
+    if rule.rows is None:
+        return
+    axis, rows = style_axis(rule, layout), rule.rows
+    if len(rows) != layout.size(axis) > 1:
+        raise ConfigError(
+            f"{where}.rows: {rows} has {len(rows)} numbers, and {axis} has {layout.size(axis)} "
+            "ranks (choose one number for each rank)"
+        )
 
 
 def style_axis(rule: PlanRule, layout: MeshLayout) -> str:
-    """Return the mesh axis of a rule with a style.
+    """Return the mesh axis of a rule with a style or with rows.
 
     Raises:
         ConfigError: The rule names no axis, and the mesh does not have exactly one to choose.
@@ -491,8 +504,9 @@ def style_axis(rule: PlanRule, layout: MeshLayout) -> str:
     choices = plan_axes(layout)
     if len(choices) == 1:
         return choices[0]
+    what = f"style {rule.style}" if rule.style else "rows"
     raise ConfigError(
-        f"{ROOT}.plan: style {rule.style} of {rule.match!r} needs an axis "
+        f"{ROOT}.plan: {what} of {rule.match!r} needs an axis "
         f"(choose {', '.join(choices) or 'one in the mesh besides dp and pp'})"
     )
 
@@ -527,7 +541,7 @@ def _named(rule: PlanRule, layout: MeshLayout) -> Iterator[tuple[str, list[str]]
     """Yield each key of `rule` that names axes, with its axes in order."""
     if rule.style == "context":
         yield "axis", [CONTEXT_AXIS]
-    elif rule.style:
+    elif rule.style or rule.rows is not None:
         yield "axis", [style_axis(rule, layout)]
     for name, dims in rule.params.items():
         yield f"params.{name}", _flat(dims)

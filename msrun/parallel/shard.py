@@ -54,6 +54,7 @@ from msrun.parallel.sharded_model import (
     refuse_hooks,
 )
 from msrun.parallel.tensor.plan import ModulePlan, ModuleShape, NamedRules, plan_modules
+from msrun.parallel.uneven_rows import rule as rows_rule
 
 # Functions below import `torch.distributed.tensor` only where the configuration needs it: that
 # takes a second, and a rank that was not forked would wait for it.
@@ -222,12 +223,15 @@ def _resolve_plan(config: ParallelConfig, context: RankContext, model: nn.Module
 
         excluded |= find(config, context.layout, model, plans)
     _check_experts(plans, excluded)
+    rows_rule.check(config, plans, excluded)
     sparse_embedding.check(config, context.layout, model, plans)
     if config.optimizer.zero and context.layout.size(DATA_AXIS) > 1:
         from msrun.parallel.data_parallel.zero import check_dropped_layers
 
         check_dropped_layers(model)
         small = reductions.small_or_excluded(config, model, excluded)
+        tables = [name for name, plan in plans.items() if plan.rows]
+        small |= {model.get_submodule(name).get_parameter("weight") for name in tables}
         sparse_embedding.check_replicated(model, small)
     return _ResolvedPlan(
         config=config,
@@ -320,6 +324,8 @@ def _make_parallel(
     precision.apply(config, model, context.device)
     snapshot = _snapshot(config, model, zero)
     prepare_copies(config, model, is_zero=zero is not None)
+    if any(plan.rows for plan in resolved.plans.values()):
+        refuse_copies(model, f"{ROOT}.plan: rows")
     if zero:
         _begin(zero, partial(each, hooks.check, context.batch.check))
     state = ShardedModel(
@@ -502,4 +508,11 @@ def _shard_operators(
         return None
     from msrun.parallel.tensor import hooks
 
-    return hooks.apply(model, plans, context.root_mesh[axes])
+    of_tables = {name: plan for name, plan in plans.items() if plan.axis}
+    plans = {name: plan for name, plan in plans.items() if not plan.axis}
+    guard = hooks.apply(model, plans, context.root_mesh[axes])
+    if of_tables:
+        from msrun.parallel.uneven_rows import lookup
+
+        lookup.apply(model, of_tables, context.root_mesh[axes], guard)
+    return guard

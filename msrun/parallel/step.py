@@ -38,6 +38,7 @@ from msrun.parallel.losses.terms import PartLoss
 from msrun.parallel.rank_context import EpochEnd, RankContext
 from msrun.parallel.sharded_model import ShardedModel
 from msrun.parallel.torch_compat import eagerly, is_compiled
+from msrun.parallel.uneven_rows.rows import rows_of
 
 # Takes the output of the model and the target of the batch; returns the loss, see `Runtime.step`.
 LossFunction = Callable[[Any, Any], Any]
@@ -187,6 +188,8 @@ def clip(
     pipeline = None
     if context.layout.size(DATA_AXIS) > 1:
         unreduced = dict.fromkeys(sharded.excluded(), context.group(DATA_AXIS))
+    tables = [(param, rows_of(param)) for param in sharded.parameters()]
+    unreduced |= {param: rows.group for param, rows in tables if rows}
     if sharded.is_pipeline:
         counted_elsewhere = sharded.pipeline().borrowed()
         pipeline = context.group(PIPELINE_AXIS)

@@ -137,6 +137,57 @@ def is_active(mode: TorchFunctionMode) -> bool:
     return any(active is mode for active in _get_current_function_mode_stack())
 
 
+def as_plain_tensors() -> AbstractContextManager[None]:
+    """Return a context in which functions take subclasses of tensors as plain tensors."""
+    disabled: AbstractContextManager[None] = torch._C.DisableTorchFunctionSubclass()  # noqa: SLF001
+    return disabled
+
+
+def is_transforming() -> bool:
+    """Return whether torch.func transforms the code that runs."""
+    return torch._C._functorch.peek_interpreter_stack() is not None  # noqa: SLF001
+
+
+@contextmanager
+def transforming_whole(whole: Callable[[Any], Any]) -> Iterator[None]:
+    """Have transforms of torch.func, inside, replace each of their arguments by `whole` of it."""
+    from torch._functorch import apis, eager_transforms
+    from torch.utils import _pytree as pytree
+
+    def wrapped(function: Callable[..., Any]) -> Callable[..., Any]:
+        def call(*args: Any, **kwargs: Any) -> Any:
+            args, kwargs = pytree.tree_map(whole, (args, kwargs))
+            return function(*args, **kwargs)
+
+        return call
+
+    places = [
+        (apis, "vmap_impl"),
+        (eager_transforms, "grad_and_value_impl"),
+        (eager_transforms, "_vjp_with_argnums"),
+        (eager_transforms, "_jvp_with_argnums"),
+    ]
+    before = [getattr(module, name) for module, name in places]
+    for (module, name), function in zip(places, before, strict=True):
+        setattr(module, name, wrapped(function))
+    try:
+        yield
+    finally:
+        for (module, name), function in zip(places, before, strict=True):
+            setattr(module, name, function)
+
+
+def mapped(call: Callable[[Any], Any], tree: Any) -> Any | None:
+    """Return `tree`, of containers, with `call` of each leaf; None if that changes no leaf."""
+    from torch.utils import _pytree as pytree
+
+    leaves, form = pytree.tree_flatten(tree)
+    found = [call(leaf) for leaf in leaves]
+    if all(one is other for one, other in zip(leaves, found, strict=True)):
+        return None
+    return pytree.tree_unflatten(found, form)
+
+
 def reduce_sharded(model: FSDPModule) -> None:
     """Reduce the gradients that accumulated in `model` while its reduction was switched off.
 

@@ -264,6 +264,8 @@ class Guard(TorchFunctionMode):
         if isinstance(value, DTensor):
             return value
         if isinstance(value, Tensor):
+            if refuse := getattr(value, "refuse_values", None):  # it has rows of a table alone
+                refuse("a function")
             return on_mesh(value, self._mesh, self._replicated)
         if isinstance(value, _SEQUENCES) and _dtensors(value):
             return type(value)(map(self._as_dtensor, value))

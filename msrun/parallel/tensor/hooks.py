@@ -104,6 +104,22 @@ def apply(model: nn.Module, plans: Mapping[str, ModulePlan], mesh: DeviceMesh) -
     return guard
 
 
+def apply_parameters(module: nn.Module, params: Mapping[str, Dims], mesh: DeviceMesh) -> None:
+    """Shard parameters of `module`, in place.
+
+    Args:
+        module: Every rank must have the same one.
+        params: Name -> axes of each dim, which `placing` accepts for its shape.
+        mesh: The mesh.
+    """
+    support_lists()
+    for name, dims in params.items():
+        owner, _, attribute = name.rpartition(".")
+        sharded = _shard(module.get_parameter(name), dims, mesh, 1)
+        setattr(module.get_submodule(owner), attribute, sharded)
+    watch(module, lambda: None)
+
+
 def _only_axis(plan: ModulePlan) -> str:
     """Return the one axis that the style of `plan` shards over."""
     return next(dim for dims in plan.params.values() for dim in dims if isinstance(dim, str))
@@ -153,6 +169,11 @@ def watch(model: nn.Module, check: Callable[[], None]) -> None:
             # Frozen ones too, which may be thawed.
             on_accumulation(param, reduce_partial)
             hooks.update(earlier)
+
+
+def placing(dims: Dims, mesh: DeviceMesh, where: str) -> Callable[[Tensor], DTensor]:
+    """Return what puts a tensor in the placement that a plan wants; `where` names it in errors."""
+    return _WantedPlacement(dims, mesh, where).put
 
 
 class _Hooks:

@@ -83,6 +83,8 @@ class ModulePlan(msgspec.Struct, frozen=True, kw_only=True):
             the collectives of one run while the next computes.
         copied_dim: Dim of input and output that they cut.
         is_routed: Whether ranks have experts of the module, and tokens travel to them.
+        rows: Rows of a table that each rank of `axis` has.
+        axis: Mesh axis of `rows`.
     """
 
     key: str
@@ -95,6 +97,8 @@ class ModulePlan(msgspec.Struct, frozen=True, kw_only=True):
     copies: int = 1
     copied_dim: int = 0
     is_routed: bool = False
+    rows: tuple[int, ...] = ()
+    axis: str = ""
 
 
 def plan_modules(
@@ -170,6 +174,8 @@ def _plan(
         if axis == EXPERT_AXIS and layout.ep:
             return _routed(key, name, module)
         return _styled(key, rule, axis, f"{name or 'the model'} ({module.kind})", module)
+    if rule.rows is not None:
+        return _of_rows(key, rule, layout, name, module)
     if rule.layout:
         _check_names(f"{key}.layout.params", rule.layout.params, name, module)
     if rule.strategy or rule.layout:
@@ -180,6 +186,33 @@ def _plan(
         params=rule.params,
         inputs=None if rule.inputs is None else batch_free(rule.inputs, f"{key}.in"),
         out=None if rule.out is None else batch_free(rule.out, f"{key}.out"),
+    )
+
+
+def _of_rows(
+    key: str, rule: PlanRule, layout: MeshLayout, name: str, module: ModuleShape
+) -> ModulePlan:
+    """Return the plan of a table whose rows ranks divide as `rule` says."""
+    axis, rows = style_axis(rule, layout), tuple(rule.rows or ())
+    weight, shown = module.params.get("weight", ()), f"{name or 'the model'} ({module.kind})"
+    if module.base != "Embedding" and module.kind != "EmbeddingBag":
+        raise ConfigError(f"{key}.rows: are for Embedding or EmbeddingBag, not {shown}")
+    if module.computed:
+        raise ConfigError(f"{key}.rows: {shown} computes its weight from other parameters")
+    if sum(rows) != weight[0]:
+        raise ConfigError(
+            f"{key}.rows: {' + '.join(map(str, rows))} is {sum(rows)}, and {name}.weight has "
+            f"{weight[0]} rows"
+        )
+    if others := module.shared.get("weight"):
+        raise ConfigError(
+            f"{key}.rows: {name}.weight is {others[0]} too, which needs the whole table",
+            hint="make two parameters of them, or choose style embedding",
+        )
+    out = None if rule.out is None else batch_free(rule.out, f"{key}.out")
+    is_cut = layout.size(axis) > 1
+    return ModulePlan(
+        key=key, params={}, inputs=None, out=out, rows=rows if is_cut else (), axis=axis
     )
 
 

@@ -116,7 +116,10 @@ def test_rendering_reads_back():
         ),
         (
             {"plan": [{"match": "*"}]},
-            "parallel.plan[0].style: or strategy, layout, or params, in and out must be given",
+            (
+                "parallel.plan[0].style: or strategy, layout, rows, or params, in and out must be "
+                "given"
+            ),
         ),
         (
             {"plan": [COLWISE, {"match": "*", "strategy": []}]},
