@@ -91,7 +91,9 @@ CALLS = {
     "view_as": lambda x: x.view_as(x),
     "addmm": lambda x: torch.addmm(WEIGHT[0], x.flatten(0, 1), WEIGHT),
     "bmm": lambda x: torch.bmm(x, x.transpose(1, 2)),
-    "layer_norm": lambda x: functional.layer_norm(x, (8,)),
+    # Squares of what is normalized alone have hardly a gradient.
+    "layer_norm": lambda x: functional.layer_norm(x, (8,)).sigmoid(),
+    "rms_norm": lambda x: functional.rms_norm(x, (8,)).sigmoid(),
     "linear": lambda x: functional.linear(x, WEIGHT),
     "matmul": lambda x: torch.matmul(x, WEIGHT),
     "mean": lambda x: x.mean(-1) + x.mean(),
@@ -215,7 +217,9 @@ def test_functions_on_parts_are_right_and_others_run_whole():
         gathered = {text.split()[-1] for text in told if "gathers" in text}
         assert whole >= {"cumsum", "unfold", "roll", "conv1d", "conv2d", "cdist", "nonzero"}
         assert whole.isdisjoint(VERIFIED)
-        assert {"softmax", "layer_norm"} <= gathered <= VERIFIED
+        assert "softmax" in gathered
+        assert gathered <= VERIFIED - {"layer_norm"}
+        assert "rms_norm" not in whole
 
 
 def test_uneven_parts_are_right_or_refused():
@@ -352,7 +356,7 @@ def mixed():
         }
     )
     torch.manual_seed(0)
-    network = nn.Sequential(nn.Linear(4, 8), nn.LayerNorm(8), nn.Linear(8, 2))
+    network = nn.Sequential(nn.Linear(4, 8), nn.Softmax(-1), nn.Linear(8, 2))
     x = torch.randn(3, 4)
     expected = network(x)
     expected.square().sum().backward()
@@ -372,6 +376,6 @@ def mixed():
 
 
 def test_a_module_without_a_rule_may_stand_between_two_with_one_and_what_it_gathers_is_said_once():
-    said = ["msrun: torch gathers what is divided for layer_norm"]
+    said = ["msrun: torch gathers what is divided for softmax"]
 
     assert run_warm(mixed, 2) == 2 * [(True, said)]
