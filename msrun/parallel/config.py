@@ -14,6 +14,7 @@ from typing import Literal
 import msgspec
 
 from msrun.parallel.plans.families import PLAN_NAMES, unknown_plan
+from msrun.parallel.settings.grids import GRID_AXES, grid_problem
 from msrun.parallel.settings.section import ConfigSection
 from msrun.parallel.settings.section import at_least as _at_least
 from msrun.parallel.settings.section import given as _given
@@ -39,7 +40,18 @@ UNSHARDED_DIMS = "..."
 
 Dim = str | list[str] | None
 Dims = list[Dim]
-Style = Literal["colwise", "rowwise", "sequence", "embedding", "vocab", "experts", "context"]
+Style = Literal[
+    "colwise",
+    "rowwise",
+    "sequence",
+    "embedding",
+    "vocab",
+    "experts",
+    "context",
+    "2d",
+    "2.5d",
+    "3d",
+]
 Schedule = Literal[
     "gpipe", "1f1b", "interleaved", "looped_bfs", "interleaved_zb", "zbv", "dualpipev"
 ]
@@ -71,6 +83,8 @@ class LayoutRule(ConfigSection, frozen=True, kw_only=True):
         inputs: Key `in`: aliases that shard each dim of the first positional input; None leaves
             the input as it comes.
         out: Aliases that shard each dim of the output; None leaves the output as it comes.
+        enable_nd_tp: Whether `in` and the weight are those of MindSpore's high-dimension tensor
+            parallelism, which become the style `2d`, `2.5d` or `3d`.
     """
 
     device_matrix: list[int]
@@ -79,6 +93,7 @@ class LayoutRule(ConfigSection, frozen=True, kw_only=True):
     params: dict[str, Dims] = {}
     inputs: Dims | None = msgspec.field(default=None, name="in")
     out: Dims | None = None
+    enable_nd_tp: bool = False
 
     def __post_init__(self) -> None:
         if not self.params and self.inputs is None and self.out is None:
@@ -100,8 +115,11 @@ class PlanRule(ConfigSection, frozen=True, kw_only=True):
             `sequence` shards dim 1 of input and output, `experts` shards every expert of a module
             with 3-D parameters of all, and over the axis `ep` sends tokens to the ranks of experts,
             `context` computes the attention in these modules over the axis `cp`, whose ranks have
-            consecutive tokens of each sequence.
+            consecutive tokens of each sequence, `2d`, `2.5d` and `3d` shard a `Linear`, or a norm
+            between two, over a grid of axes.
         axis: Mesh axis of `style` or `rows`; None takes the only axis beside `dp` and `pp`.
+        axes: With `2d` two mesh axes, with `2.5d` and `3d` three; the product that follows takes
+            the two that shard columns in the other order.
         parts: With `colwise`: number of equal projections that follow each other in one weight,
             such as 3 for query, key and value; each is sharded, at least 1.
         kind: With `context`: `all_to_all` gives each rank all tokens of some heads, `ring` sends
@@ -125,6 +143,7 @@ class PlanRule(ConfigSection, frozen=True, kw_only=True):
     match: str
     style: Style | None = None
     axis: str | None = None
+    axes: list[str] = []
     parts: int = 1
     kind: Literal["auto", "all_to_all", "ring"] | None = None
     rows: list[int] | None = None
@@ -156,6 +175,8 @@ class PlanRule(ConfigSection, frozen=True, kw_only=True):
             raise ValueError("axis: belongs to a style")
         if self.rows is not None and (not self.rows or min(self.rows) < 1):
             raise ValueError(f"rows: {self.rows} must have a number from 1 for each rank of axis")
+        if problem := grid_problem(self.style, self.axis, self.axes):
+            raise ValueError(problem)
         if self.style == "context" and self.axis not in (None, CONTEXT_AXIS):
             raise ValueError(f"axis: style context divides the axis {CONTEXT_AXIS}")
         if self.kind and self.style != "context":
@@ -487,8 +508,7 @@ def _wishes_of_activations(rule: PlanRule) -> dict[str, bool]:
     """
     layout = rule.layout
     return {
-        "style: sequence": rule.style == "sequence",
-        "style: context": rule.style == "context",
+        f"style: {rule.style}": rule.style in ("sequence", "context", *GRID_AXES),
         "rows": rule.rows is not None,
         "in": rule.inputs is not None,
         "out": rule.out is not None,

@@ -51,6 +51,7 @@ from msrun.parallel.config import (
 )
 from msrun.parallel.notation.dims import axes_of_dims, shown_dims
 from msrun.parallel.notation.rules import RuleAxes, batch_free, check_notation
+from msrun.parallel.settings.grids import GRID_AXES
 from msrun.units import quoted
 
 # Axes of a plan beside ZeRO: `fully_shard` shards parameters that a plan sharded over at most two.
@@ -541,6 +542,8 @@ def _named(rule: PlanRule, layout: MeshLayout) -> Iterator[tuple[str, list[str]]
     """Yield each key of `rule` that names axes, with its axes in order."""
     if rule.style == "context":
         yield "axis", [CONTEXT_AXIS]
+    elif rule.style in GRID_AXES:
+        yield "axes", rule.axes
     elif rule.style or rule.rows is not None:
         yield "axis", [style_axis(rule, layout)]
     for name, dims in rule.params.items():

@@ -56,6 +56,7 @@ from msrun.parallel import torch_compat
 from msrun.parallel.config import Dims
 from msrun.parallel.foreach.lists import support_lists
 from msrun.parallel.local import local_gradient, on_accumulation, replace_parameter
+from msrun.parallel.tensor.grids import GridProduct
 from msrun.parallel.tensor.guard import Guard
 from msrun.parallel.tensor.interleaved import Interleaved
 from msrun.parallel.tensor.local_module import make_local
@@ -97,6 +98,9 @@ def apply(model: nn.Module, plans: Mapping[str, ModulePlan], mesh: DeviceMesh) -
             out = _WantedPlacement(plan.out, mesh, f"{plan.key}.out of {name}")
             module.forward = Interleaved(name, module, plan, mesh, guard, inputs=inputs, out=out)
             continue
+        if plan.product is not None:
+            out = _WantedPlacement(plan.out, mesh, f"{plan.key}, output of {name}")
+            module.forward = GridProduct(name, module, plan.product, mesh, out)
         hooks = _Hooks(name, plan, mesh, guard)
         module.register_forward_pre_hook(hooks.before, with_kwargs=True)
         module.register_forward_hook(hooks.after)

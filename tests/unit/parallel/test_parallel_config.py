@@ -111,7 +111,8 @@ def test_rendering_reads_back():
             {"plan": [{"match": "*", "style": "colwis"}]},
             (
                 "parallel.plan[0].style: 'colwis' is not known "
-                "(choose colwise, rowwise, sequence, embedding, vocab, experts, context)"
+                "(choose colwise, rowwise, sequence, embedding, vocab, experts, context, 2d, 2.5d, "
+                "3d)"
             ),
         ),
         (
