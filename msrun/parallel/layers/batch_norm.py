@@ -121,6 +121,7 @@ def _forward(
     name: str,
     module: nn.Module,
     own: Callable[..., Any] | None,
+    /,  # names of arguments are the module's
     *args: Any,
     **kwargs: Any,
 ) -> Any:

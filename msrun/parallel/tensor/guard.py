@@ -69,7 +69,7 @@ _VERIFIED = """
     log1p masked_fill mul mul_ neg pow reciprocal relu relu_ rsqrt rsub sigmoid silu sin softplus
     sqrt square sub sub_ tanh to true_divide type_as where __add__ __iadd__ __imul__ __isub__
     __mul__ __neg__ __pow__ __radd__ __rmul__ __rpow__ __rsub__ __rtruediv__ __sub__ __truediv__
-    clone contiguous detach expand flatten permute reshape squeeze t transpose
+    broadcast_to clone contiguous detach expand flatten permute reshape squeeze t transpose
     unflatten unsqueeze view view_as
     addmm bmm embedding layer_norm linear matmul mean softmax sum __matmul__
 """

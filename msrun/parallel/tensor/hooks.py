@@ -240,8 +240,11 @@ class _Hooks:
         if not self._has_output or not isinstance(output, Tensor):
             return output
         placed = self._output.put(output)
-        is_replicated = all(placement.is_replicate() for placement in placed.placements)
-        return placed.to_local() if is_replicated else placed
+        if not all(placement.is_replicate() for placement in placed.placements):
+            return placed
+        is_new = isinstance(output, DTensor) and placed is not output
+        own: Tensor = placed.to_local()
+        return _Owned.apply(own) if is_new else own  # type: ignore[no-untyped-call]  # as torch has it
 
     def _write_back(self, x: weakref.ref[Tensor], placed: weakref.ref[DTensor], count: int) -> None:
         """Copy the module's writes to its placed input back to the input that others see."""
@@ -252,6 +255,23 @@ class _Hooks:
             target.copy_(written.redistribute(placements=target.placements))
         else:
             target.copy_(written.full_tensor())
+
+
+class _Owned(torch.autograd.Function):
+    """Takes a tensor that is only its caller's for one that may be written in place.
+
+    To torch, what `to_local` returns is a view, which it lets nobody write.
+    """
+
+    @staticmethod
+    def forward(ctx: Any, x: Tensor) -> Tensor:
+        del ctx
+        return x.detach()  # with the count of writes of x, and without a copy
+
+    @staticmethod
+    def backward(ctx: Any, gradient: Tensor) -> Tensor:
+        del ctx
+        return gradient
 
 
 class _Placed:

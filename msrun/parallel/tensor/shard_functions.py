@@ -24,11 +24,10 @@ ShardFunction = Callable[..., Any]
 
 
 def _index(x: DTensor, key: Any) -> Any:
-    """Return `x[key]`; numbers, slices and tensors may select of dims that are not sharded."""
+    """Return `x[key]`; numbers, slices and a list may select of dims that are not sharded."""
     entries = list(key) if isinstance(key, tuple) else [key]
-    allowed = int | slice | EllipsisType | None
-    if any(isinstance(entry, bool) or not isinstance(entry, allowed) for entry in entries):
-        return None
+    if not all(map(_selects, entries)) or sum(isinstance(entry, list) for entry in entries) > 1:
+        return None  # torch joins what several lists select into one dim
     if Ellipsis not in entries:
         entries.append(Ellipsis)
     at = entries.index(Ellipsis)
@@ -43,11 +42,18 @@ def _index(x: DTensor, key: Any) -> Any:
             continue
         if entry != slice(None) and dim in sharded:
             return None
-        if isinstance(entry, slice):
+        if not isinstance(entry, int):
             moved[dim] = new_dim
             new_dim += 1
         dim += 1
     return wrapped(x, x.to_local()[tuple(entries)], moved)
+
+
+def _selects(entry: Any) -> bool:
+    """Return whether `_index` knows what `entry` of a key selects."""
+    if isinstance(entry, list):
+        return bool(entry) and all(type(item) is int for item in entry)
+    return not isinstance(entry, bool) and isinstance(entry, int | slice | EllipsisType | None)
 
 
 def _cat(tensors: Sequence[Any], dim: int = 0) -> Any:
