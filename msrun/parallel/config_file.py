@@ -31,7 +31,12 @@ from msrun.parallel.config import (
 from msrun.parallel.notation.mindspore_keys import translate
 from msrun.parallel.notation.rules import check_notation
 from msrun.parallel.settings.section import ConfigSection
-from msrun.parallel.settings.servers import ServerParameters, ServerSnapshots, Staleness
+from msrun.parallel.settings.servers import (
+    ServerCache,
+    ServerParameters,
+    ServerSnapshots,
+    Staleness,
+)
 from msrun.parallel.settings.steps import Checkpoint, Compile, Verify
 from msrun.units import quoted
 
@@ -216,6 +221,7 @@ _SECTIONS: dict[str, type[ConfigSection]] = {
     "servers": ServerParameters,
     "sync": Staleness,
     "snapshot": ServerSnapshots,
+    "cache": ServerCache,
     "checkpoint": Checkpoint,
     "compile": Compile,
     "verify": Verify,
