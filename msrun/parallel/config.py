@@ -15,6 +15,7 @@ import msgspec
 
 from msrun.parallel.plans.families import PLAN_NAMES, unknown_plan
 from msrun.parallel.settings.grids import GRID_AXES, grid_problem
+from msrun.parallel.settings.images import check_data, image_axes
 from msrun.parallel.settings.section import ConfigSection
 from msrun.parallel.settings.section import at_least as _at_least
 from msrun.parallel.settings.section import given as _given
@@ -322,6 +323,9 @@ class ParallelConfig(ConfigSection, frozen=True, kw_only=True):
         dropout: `local` has each data-parallel rank draw its own masks; `exact` gives the masks of
             one process, and each rank takes the time to draw those of the global batch.  Mode auto
             has masks of its own, which are equal on any number of ranks and not those of torch.
+        data: Value of a batch -> axes that divide each of its dims, such as `[dp, null, h, w]` for
+            images whose height and width the axes `h` and `w` divide: each rank computes a part of
+            every image.  The keys are the values of a step in their order, or by their names.
         servers: Parameters that live on parameter servers; None has none.
         checkpoint: Checkpoints; None writes only those that the script asks for by path.
         precision: `bf16` or `fp16` computes in that type what torch's autocast does, and with
@@ -349,6 +353,7 @@ class ParallelConfig(ConfigSection, frozen=True, kw_only=True):
     reduce: Reduce = Reduce()
     batch_norm: Literal["sync", "local"] = "sync"
     dropout: Literal["local", "exact"] = "local"
+    data: dict[str, Dims] = {}
     servers: ServerParameters | None = None
     checkpoint: Checkpoint | None = None
     precision: Literal["bf16", "fp16"] | None = None
@@ -362,6 +367,7 @@ class ParallelConfig(ConfigSection, frozen=True, kw_only=True):
         if self.seed is not None:
             _at_least(self, "seed", 0)
         self._check_plan()
+        check_data(self.data)
         is_all_sharded = self.optimizer.zero and not self.optimizer.threshold
         if is_all_sharded and self.reduce.fuse != Reduce().fuse:
             raise ValueError(
@@ -404,7 +410,8 @@ class ParallelConfig(ConfigSection, frozen=True, kw_only=True):
     def _check_precision(self) -> None:
         """Refuse what has types of its own, or was not compared."""
         mesh = {} if isinstance(self.mesh, str) else self.mesh
-        axes = [axis for axis in _EXCHANGING_AXES if mesh.get(axis, 1) != 1]
+        exchanging = (*_EXCHANGING_AXES, *image_axes(self.data))
+        axes = [axis for axis in exchanging if mesh.get(axis, 1) != 1]
         for key in (key for key in ("precision", "compile") if getattr(self, key)):
             if self.mode == "auto":
                 raise ValueError(

@@ -132,9 +132,10 @@ def _gradients(
     scale: float,
 ) -> Tensor:
     """Compute the complete gradients of a batch; return the loss of all ranks."""
-    has_ranks = context.layout.size(DATA_AXIS) > 1
+    samples = context.of_samples
+    has_ranks = samples.layout.size(DATA_AXIS) > 1
     ranks = TallyRanks(
-        group=context.group(DATA_AXIS) if has_ranks else None,
+        group=samples.group(DATA_AXIS) if has_ranks else None,
         weight=context.batch.read(),
         op=config.reduce.op,
         device=context.device,
@@ -246,9 +247,9 @@ def _train(
     dim = sample_dim(batch, known)
     # A rank whose loss needs no gradient may skip its backward pass: the reducer still takes part
     # in the all-reduce.  ZeRO gathers parameters in the backward pass, so there no rank may skip.
-    # So do experts exchange tokens.
+    # So do experts exchange tokens, and ranks that share an image its rows.
     must_join = sharded.order is not None or sharded.exchanges_tokens
-    may_skip = ranks.size > 1 and not must_join
+    may_skip = ranks.size > 1 and not must_join and context.images is None
     looks = looks and _may_look(sharded, tally, len(parts))
     if looks and len(parts) > 1:
         tally.may_refuse()

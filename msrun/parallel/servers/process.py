@@ -47,8 +47,6 @@ from msrun.errors import ProtocolError, UsageError
 from msrun.parallel.servers.addresses import AddressBook, read_key
 from msrun.parallel.servers.disk import ServerDisk, contents_of, slices_of
 from msrun.parallel.servers.head import Head
-from msrun.parallel.servers.sharing import NearRanks
-from msrun.parallel.servers.shared_memory import SharedRegion
 from msrun.parallel.servers.rows import (
     RowGradients,
     ServerRows,
@@ -56,6 +54,8 @@ from msrun.parallel.servers.rows import (
     SliceState,
     WorkerPush,
 )
+from msrun.parallel.servers.shared_memory import SharedRegion
+from msrun.parallel.servers.sharing import NearRanks
 from msrun.parallel.servers.wire import (
     HEAD,
     NOT_HERE,

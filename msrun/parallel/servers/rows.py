@@ -15,8 +15,8 @@ import torch
 from torch import Tensor, nn
 
 from msrun.cluster.servers.ownership import Slice
-from msrun.parallel.servers.touches import Touches
 from msrun.parallel.servers.recipe import Recipe, Value, build_optimizer
+from msrun.parallel.servers.touches import Touches
 
 # Places in a slice and their gradients; None for all of its rows.
 _Part = tuple[Tensor | None, Tensor]

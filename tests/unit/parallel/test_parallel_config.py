@@ -237,10 +237,6 @@ def test_rendering_reads_back():
             "parallel.pipeline: mode auto has none: the search decides",
         ),
         ({"mode": "auto", "memory": "-1"}, NO_SIZE),
-        (
-            {"data": {"image": ["dp"]}},
-            "parallel.data: arguments of rt.loader(dataset, batch_size) divide batches",
-        ),
         ({"ps": {}}, "parallel.ps: parameter servers are the key servers"),
         (
             {"cost": {}},
