@@ -231,8 +231,12 @@ def watch_units(
     differentiated: Callable[[], None],
     *,
     changed: Callable[[str], None] = lambda _: None,
+    completed: Callable[[list[str], list[str]], None] = lambda *_: None,
 ) -> None:
     """Call back when modules of `fully_shard` in `model` gather or reduce.
+
+    A module that has gradients of some parameters reduces zeros for the others: ranks that have
+    gradients of different ones then send the same.
 
     Args:
         model: The outermost module of `fully_shard`.
@@ -244,6 +248,8 @@ def watch_units(
             torch fails.
         changed: Called with the name of a parameter whose type, or that of its gradient, is
             another one than before the first forward, before torch fails.
+        completed: Called before a module reduces, with the names of its parameters that get zeros
+            and had no gradient before, and of those that have one.
     """
     from torch.distributed.fsdp import FSDPModule, fully_shard
 
@@ -251,7 +257,7 @@ def watch_units(
         if isinstance(module, FSDPModule):
             state: Any = fully_shard.state(module)  # type: ignore[attr-defined]
             for group in state._fsdp_param_groups:  # noqa: SLF001
-                check = partial(_check_gradients, group, sparse, changed)
+                check = partial(_check_gradients, group, sparse, changed, completed)
                 _watch_unit(group, partial(gathered, name), reduced, check, differentiated)
 
 
@@ -296,9 +302,12 @@ def _watch_unit(
 
 
 def _check_gradients(
-    group: Any, sparse: Callable[[str], None], changed: Callable[[str], None]
+    group: Any,
+    sparse: Callable[[str], None],
+    changed: Callable[[str], None],
+    completed: Callable[[list[str], list[str]], None],
 ) -> None:
-    """Call back for each gradient that `group` cannot reduce."""
+    """Call back for each gradient that `group` cannot reduce, and for those that it lacks."""
     for param in filter(_has_gradient, group.fsdp_params):
         gradient, type_of = _gradient(param), param.orig_dtype
         if gradient.is_sparse:
@@ -306,6 +315,19 @@ def _check_gradients(
         types = gradient.dtype, param.sharded_param.dtype
         if types != (param.param_dtype or type_of, type_of):
             changed(param._param_fqn)  # noqa: SLF001
+    having = [p._param_fqn for p in group.fsdp_params if _has_gradient(p)]  # noqa: SLF001
+    if not (group.reduce_grads and having):
+        return
+    lacking = [
+        param
+        for param in group.fsdp_params
+        if hasattr(param, "_unsharded_param")
+        and param.sharded_param.requires_grad
+        and not _has_gradient(param)
+    ]
+    completed([p._param_fqn for p in lacking if p.sharded_param.grad is None], having)  # noqa: SLF001
+    for param in lacking:
+        param.unsharded_param.grad = torch.zeros_like(param.unsharded_param)
 
 
 @contextmanager
