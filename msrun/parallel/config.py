@@ -307,10 +307,10 @@ class ParallelConfig(ConfigSection, frozen=True, kw_only=True):
         topology: With mode auto, the devices and links whose costs are minimised: the name of a
             preset, or a file of `msrun calibrate`; None takes the preset of the device.
         plan: Operator-level rules; the first rule that matches a module applies.  With mode auto,
-            rules fix the layout of parameters, and `in` and `out` are refused.  Among the rules,
-            or in their place, `auto_tp` or the name of a family of models such as `llama` stands
-            for rules that msrun makes from the model.  A path names a strategy file, or with mode
-            auto a plan file.
+            rules are wishes for parameters, inputs and outputs, which the plan keeps.  Among the
+            rules, or in their place, `auto_tp` or the name of a family of models such as `llama`
+            stands for rules that msrun makes from the model.  A path names a strategy file, or with
+            mode auto a plan file.
         optimizer: Optimizer parallel (ZeRO).
         pipeline: Pipeline parallel; None runs without.
         recompute: Recomputation; None recomputes nothing.
@@ -390,6 +390,12 @@ class ParallelConfig(ConfigSection, frozen=True, kw_only=True):
     def verified(self) -> Verify:
         """What is verified, where something is."""
         return self.verify if isinstance(self.verify, Verify) else Verify(steps=self.verify)
+
+    @property
+    def decided(self) -> list[str]:
+        """Keys with which the user has decided beside mode auto what a search would."""
+        found = _given(self) if self.mode == "auto" else []
+        return [key for key in ("optimizer", "recompute", "reduce") if key in found]
 
     def _check_verify(self) -> None:
         """Refuse to verify what one process does not compute."""
@@ -494,35 +500,31 @@ class ParallelConfig(ConfigSection, frozen=True, kw_only=True):
             return
         if asked and isinstance(self.plan, str):
             raise ValueError(f"{asked[0]}: {self.plan} is a plan already, so nothing is searched")
-        for key in ("optimizer", "pipeline", "recompute", "reduce", "batch_norm"):
+        for key in ("pipeline", "batch_norm"):
             if key in _given(self) and (key != "pipeline" or self.mesh == "auto"):
                 raise ValueError(f"{key}: mode auto has none: the search decides")
-        for index, rule in self._numbered_rules():
-            for key, is_given in _wishes_of_activations(rule).items():
-                if is_given:
-                    raise ValueError(
-                        f"plan[{index}].{key}: mode auto takes wishes for parameters, and finds "
-                        "the layout of activations"
-                    )
+        if self.pipeline and self.decided:
+            raise ValueError(
+                f"{self.decided[0]}: stages of mode auto have none (leave out pipeline)"
+            )
+        self._check_wishes()
         if self.memory is not None:
             msgspec.structs.force_setattr(self, "memory", _size(self, "memory"))
 
-
-def _wishes_of_activations(rule: PlanRule) -> dict[str, bool]:
-    """Return the keys of a rule that say how inputs and outputs are sharded, and which are given.
-
-    The other styles also shard activations, as follows from their parameters.
-    """
-    layout = rule.layout
-    return {
-        f"style: {rule.style}": rule.style in ("sequence", "context", *GRID_AXES),
-        "rows": rule.rows is not None,
-        "in": rule.inputs is not None,
-        "out": rule.out is not None,
-        "out_strategy": rule.out_strategy is not None,
-        "layout.in": layout is not None and layout.inputs is not None,
-        "layout.out": layout is not None and layout.out is not None,
-    }
+    def _check_wishes(self) -> None:
+        """Refuse rules that are no wishes for layouts."""
+        for index, rule in self._numbered_rules():
+            if rule.style == "context":
+                raise ValueError(
+                    f"plan[{index}].style: context: mode auto plans whole sequences (choose "
+                    "semi_auto)"
+                )
+            if rule.style in GRID_AXES or rule.rows is not None:
+                key = f"style: {rule.style}" if rule.style else "rows"
+                raise ValueError(
+                    f"plan[{index}].{key}: mode auto finds layouts of whole products and even "
+                    "tables (choose semi_auto)"
+                )
 
 
 def preloads(config: ParallelConfig) -> tuple[str, ...]:

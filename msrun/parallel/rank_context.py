@@ -168,8 +168,9 @@ class Rank:
             )
             mesh = _device_mesh(self.device, layout.axes)
         axes = root_axes(config, layout)
-        # Exact dropout and searched plans compute with one random stream on all ranks.
-        is_common = config.dropout == "exact" or config.mode == "auto"
+        # Exact dropout and searched plans compute with one random stream on all ranks, unless the
+        # runtime is to run the plan.
+        is_common = config.dropout == "exact" or (config.mode == "auto" and not config.decided)
         return RankContext(
             rank=self.rank,
             world_size=self.world_size,

@@ -198,6 +198,8 @@ def _shard_by_search(
     state = _make_parallel(applied.context, model, resolved, originals)
     state.dropout_rngs = applied.dropout_rngs
     applied.finish()
+    if applied.context.world_size > 1:
+        split_random_streams(applied.context)
     return Sharded(model, state, applied.context)
 
 

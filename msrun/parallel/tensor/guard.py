@@ -429,7 +429,7 @@ class Guard(TorchFunctionMode):
         )
         function = functional.cross_entropy
         axes = [axis for axis, p in enumerate(logits.placements) if p.is_shard()]
-        is_on_axis = len(axes) == 1 or logits.device_mesh.ndim == 1
+        is_on_axis = len(axes) == 1
         # Elsewhere the backward pass would run outside of torch's context, which it needs.
         is_guarded = self.has_loss or not torch.is_grad_enabled()
         if is_plain and is_by_class and is_on_axis and is_guarded:
