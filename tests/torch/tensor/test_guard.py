@@ -23,7 +23,7 @@ def whole(value):
     return value.full_tensor() if isinstance(value, DTensor) else value
 
 
-def sweep(cuts):
+def sweep(placement):
     """Return the name and cut of every call that is wrong, and what was said of the others."""
     runtime = msrun.init({"mesh": {"tp": -1}, "mode": "manual"})
     mesh = runtime.mesh["tp"]
@@ -34,21 +34,20 @@ def sweep(cuts):
         torch.manual_seed(2)
         expected = call(plain)
         (expected.square().sum()).backward()
-        for placement in cuts:
-            part = distribute_tensor(x, mesh, [placement], src_data_rank=None).requires_grad_()
-            with warnings.catch_warnings(record=True) as caught, Guard(mesh):
-                warnings.simplefilter("always")
-                torch.manual_seed(2)
-                try:
-                    found = call(part)
-                    whole(found.square().sum()).backward()
-                except (NotImplementedError, RuntimeError) as error:
-                    wrong.append(f"{name} {placement}: {error}")
-                    continue
-            told |= {str(w.message) for w in caught if "msrun:" in str(w.message)}
-            for one, other in ((whole(found), expected), (whole(part.grad), plain.grad)):
-                if one.shape != other.shape or not torch.allclose(one, other, rtol=1e-5, atol=1e-6):
-                    wrong.append(f"{name} {placement}")
+        part = distribute_tensor(x, mesh, [placement], src_data_rank=None).requires_grad_()
+        with warnings.catch_warnings(record=True) as caught, Guard(mesh):
+            warnings.simplefilter("always")
+            torch.manual_seed(2)
+            try:
+                found = call(part)
+                whole(found.square().sum()).backward()
+            except (NotImplementedError, RuntimeError) as error:
+                wrong.append(f"{name} {placement}: {error}")
+                continue
+        told |= {str(w.message) for w in caught if "msrun:" in str(w.message)}
+        for one, other in ((whole(found), expected), (whole(part.grad), plain.grad)):
+            if one.shape != other.shape or not torch.allclose(one, other, rtol=1e-5, atol=1e-6):
+                wrong.append(f"{name} {placement}")
     return wrong, told
 
 
@@ -73,20 +72,23 @@ def test_every_function_that_runs_on_each_shard_has_a_call():
 
 
 def test_functions_on_parts_are_right_and_others_run_whole():
-    for wrong, told in run_warm(sweep, 2, (Replicate(), Shard(0), Shard(1), Shard(2))):
-        assert wrong == []
-        whole = {text.split()[1] for text in told if "computed whole" in text}
-        gathered = {text.split()[-1] for text in told if "gathers" in text}
-        assert whole >= {"cumsum", "unfold", "roll", "conv1d", "conv2d", "cdist", "nonzero"}
-        assert whole.isdisjoint(VERIFIED)
-        assert "softmax" in gathered
-        assert gathered <= VERIFIED - {"layer_norm"}
-        assert "rms_norm" not in whole
+    whole, gathered = set(), set()
+    for cut in (Replicate(), Shard(0), Shard(1), Shard(2)):
+        for wrong, told in run_warm(sweep, 2, cut):
+            assert wrong == []
+            whole |= {text.split()[1] for text in told if "computed whole" in text}
+            gathered |= {text.split()[-1] for text in told if "gathers" in text}
+    assert whole >= {"cumsum", "unfold", "roll", "conv1d", "conv2d", "cdist", "nonzero"}
+    assert whole.isdisjoint(VERIFIED)
+    assert "softmax" in gathered
+    assert gathered <= VERIFIED - {"layer_norm"}
+    assert "rms_norm" not in whole
 
 
-def test_uneven_parts_are_right_or_refused():
+@pytest.mark.parametrize("cut", [Shard(0), Shard(2)])
+def test_uneven_parts_are_right_or_refused(cut):
     # A plan makes no such parts, but a view may: 4 and 8 in three.
-    for wrong, _ in run_warm(sweep, 3, (Shard(0), Shard(2))):
+    for wrong, _ in run_warm(sweep, 3, cut):
         assert [entry for entry in wrong if "uneven" not in entry] == []
 
 
