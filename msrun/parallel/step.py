@@ -158,7 +158,11 @@ def _gradients(
     # no weight has changed.
     if order:
         order.settle()
-    loss = tally.finish(sharded.parameters)
+    try:
+        loss = tally.finish(sharded.parameters)
+    except RuntimeError:  # of a stage's forward, which its contexts may have a sentence for
+        with sharded.computing():
+            raise
     if sharded.is_pipeline:
         sharded.pipeline().settle(tally, ranks)
     context.batch.scale = tally.scale
