@@ -40,6 +40,7 @@ from msrun.parallel.losses.terms import PartLoss
 from msrun.parallel.rank_context import EpochEnd, RankContext
 from msrun.parallel.sharded_model import ShardedModel
 from msrun.parallel.torch_compat import eagerly, is_compiled
+from msrun.parallel.uneven_rows.rows import rows_of
 
 # Takes the output of the model and the target of the batch; returns the loss, see `Runtime.step`.
 LossFunction = Callable[[Any, Any], Any]
@@ -133,9 +134,10 @@ def _gradients(
     scale: float,
 ) -> Tensor:
     """Compute the complete gradients of a batch; return the loss of all ranks."""
-    has_ranks = context.layout.size(DATA_AXIS) > 1
+    samples = context.of_samples
+    has_ranks = samples.layout.size(DATA_AXIS) > 1
     ranks = TallyRanks(
-        group=context.group(DATA_AXIS) if has_ranks else None,
+        group=samples.group(DATA_AXIS) if has_ranks else None,
         weight=context.batch.read(),
         op=config.reduce.op,
         device=context.device,
@@ -193,6 +195,8 @@ def clip(
     pipeline = None
     if context.layout.size(DATA_AXIS) > 1:
         unreduced = dict.fromkeys(sharded.excluded(), context.group(DATA_AXIS))
+    tables = [(param, rows_of(param)) for param in sharded.parameters()]
+    unreduced |= {param: rows.group for param, rows in tables if rows}
     if sharded.is_pipeline:
         counted_elsewhere = sharded.pipeline().borrowed()
         pipeline = context.group(PIPELINE_AXIS)
@@ -249,9 +253,9 @@ def _train(
     dim = sample_dim(batch, known)
     # A rank whose loss needs no gradient may skip its backward pass: the reducer still takes part
     # in the all-reduce.  ZeRO gathers parameters in the backward pass, so there no rank may skip.
-    # So do experts exchange tokens.
+    # So do experts exchange tokens, and ranks that share an image its rows.
     must_join = sharded.order is not None or sharded.exchanges_tokens
-    may_skip = ranks.size > 1 and not must_join
+    may_skip = ranks.size > 1 and not must_join and context.images is None
     looks = looks and _may_look(sharded, tally, len(parts))
     absent = 0  # parts whose loss depends on no output
     for index, part in enumerate(parts):

@@ -127,7 +127,7 @@ class Executor:
     def _divide(self) -> None:
         """Replace each parameter of the model by a `DTensor` with this rank's shard."""
         owners = dict(self._model.named_parameters(remove_duplicate=False))
-        modules = dict(self._model.named_modules())
+        modules = dict(self._model.named_modules(remove_duplicate=False))
         for value, full in self._program.params.items():
             if value not in self._part.params:
                 continue
