@@ -21,6 +21,7 @@ from msrun.errors import ModelError
 from msrun.parallel.config import ROOT, ParallelConfig
 from msrun.parallel.foreach.global_hooks import check_global_hooks
 from msrun.parallel.foreach.step_hooks import before_step
+from msrun.parallel.local import is_sharded
 
 if TYPE_CHECKING:
     from torch.distributed.fsdp import FSDPModule
@@ -286,6 +287,7 @@ class ShardedModel:
         # Weak, since the runtime maps the model to this object: a strong reference would keep both.
         self._model = weakref.ref(model)
         self._own = set(model.parameters())
+        self._divided = [param for param in self._own if is_sharded(param)]
         # Optimizer -> how many parameters it held when it was checked.
         self._optimizers: weakref.WeakKeyDictionary[torch.optim.Optimizer, int] = (
             weakref.WeakKeyDictionary()
@@ -366,6 +368,7 @@ class ShardedModel:
         """
         if self._snapshot:
             self._snapshot.check()
+        self._check_data()
         if self.is_pipeline or self.has_fixed_shapes:
             check_global_hooks("pipeline" if self._snapshot else "mode: auto")
         # The walk over all parameters is done again only after `add_param_group`.
@@ -398,6 +401,7 @@ class ShardedModel:
     def _before_step(self, replicas: ReplicaDigest) -> None:
         """Do what every step of an optimizer needs, also in a plain loop."""
         replicas.count_step()
+        self._check_data()
         if self.order and (model := self._model()) is not None:
             if not self._gathering:
                 from msrun.parallel.data_parallel.zero import gathering
@@ -405,6 +409,22 @@ class ShardedModel:
                 self._gathering = [weakref.ref(module) for module in gathering(model)]
             for module in filter(None, (reference() for reference in self._gathering)):
                 module.reshard()
+
+    def _check_data(self) -> None:
+        """Refuse values that a script gave a sharded parameter in a way that its shard ignores.
+
+        A `DTensor` has no memory of its own, until `param.data = tensor` gives it some.
+        """
+        written = {id(param) for param in self._divided if param.data_ptr()}
+        model = self._model()
+        if not written or model is None:
+            return
+        names = (name for name, param in model.named_parameters() if id(param) in written)
+        raise ModelError(
+            f"param.data = tensor has no effect on {next(names, 'a parameter')}, which is sharded, "
+            "so it keeps its values",
+            hint="write in place: param.copy_(tensor) under torch.no_grad()",
+        )
 
     def holds(self, optimizer: torch.optim.Optimizer) -> bool:
         """Return whether `optimizer` trains a parameter of this model."""

@@ -70,7 +70,7 @@ def run_step(
     if context.batch.end:
         _check_end(context.batch.end, sharded, returns_loss=loss_fn is None)
     is_cut = parts > 1 or context.layout.size(DATA_AXIS) > 1
-    if is_cut and loss_fn is None and not sharded.is_pipeline:
+    if loss_fn is None and (is_cut or sharded.is_pipeline):
         values = without_items(values)
     values = StepBatch(*move(tuple(values), context.device))
     if sharded.sequences:
@@ -160,7 +160,11 @@ def _gradients(
     # no weight has changed.
     if order:
         order.settle()
-    loss = tally.finish(sharded.parameters)
+    try:
+        loss = tally.finish(sharded.parameters)
+    except RuntimeError:  # of a stage's forward, which its contexts may have a sentence for
+        with sharded.computing():
+            raise
     if sharded.is_pipeline:
         sharded.pipeline().settle(tally, ranks)
     context.batch.scale = tally.scale
@@ -381,7 +385,8 @@ def _train_pipeline(
     # The schedule runs many backward passes in an order of its own; none of them is the last one
     # for all parameters, so gradients are reduced after it.
     with sharded.paused(), sharded.computing():
-        tally = pipeline.train_step(inputs, batch.target, loss_fn, ranks, looks=looks)
+        items, target = batch.items, batch.target
+        tally = pipeline.train_step(inputs, target, loss_fn, ranks, looks=looks, items=items)
     tally.combine()
     sharded.reduce()
     pipeline.reduce_tied()

@@ -60,6 +60,33 @@ def test_what_was_frozen_may_be_trained_later(kind, names):
     assert_equal_curves(run_warm(thawing, 2, KINDS[kind], "late", names), expected)
 
 
+GRID = {
+    "dp, tp": {"mesh": {"dp": 2, "tp": 2}, "plan": PLAN},
+    "tp, zero 1": {"mesh": {"dp": 2, "tp": 2}, "plan": PLAN, "optimizer": {"zero": 1}},
+    "tp, zero 3": {"mesh": {"dp": 2, "tp": 2}, "plan": PLAN, "optimizer": {"zero": 3}},
+    "dp, pp": {"mesh": {"pp": 2, "dp": 2}, "pipeline": STAGES},
+    "zero 2, pp": {"mesh": {"pp": 2, "dp": 2}, "pipeline": STAGES, "optimizer": {"zero": 2}},
+}
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("names", [("fc1",), ("fc1.bias", "fc3"), ("fc2", "fc1.weight")])
+@pytest.mark.parametrize("kind", GRID)
+def test_what_was_frozen_is_trained_later_on_two_axes(kind, names):
+    if "pp" in kind and "fc1" in names:
+        pytest.skip("a stage that trains nothing is refused")
+    expected = run_warm(thawing, 1, {}, "late", names)[0]
+    assert_equal_curves(run_warm(thawing, 4, GRID[kind], "late", names), expected)
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("is_plain", [False, True])
+@pytest.mark.parametrize("kind", [kind for kind in GRID if "pp" not in kind])
+def test_layers_thaw_one_after_the_other_on_two_axes(kind, is_plain):
+    expected = run_warm(gradually, 1, {}, is_plain)[0]
+    assert_equal_curves(run_warm(gradually, 4, GRID[kind], is_plain), expected)
+
+
 @pytest.mark.parametrize("names", [("fc1.bias",), ("fc2", "fc1.weight"), ("fc3",)])
 def test_stages_train_later_what_was_frozen(names):
     expected = run_warm(thawing, 1, {}, "late", names)[0]

@@ -109,6 +109,7 @@ class LossTally:
         self._samples = samples
         self._pipeline = pipeline
         self._refusal: UsageError | None = None
+        self._raised: Exception | None = None
         # Whether the counts of the whole batch are known before the backward pass.
         self._is_early = parts == 1 and pipeline is None
         self._dtype = dtype
@@ -233,6 +234,20 @@ class LossTally:
         self._refusal = self._refusal or error
         self.numbers[_REFUSED] += 1
 
+    def fail(self, error: Exception, where: str) -> None:
+        """Note that code of the script raised `error` on this rank; `finish` raises on all ranks.
+
+        Args:
+            error: What this rank raises then; others name it.
+            where: Which code.
+        """
+        text = str(error).strip().partition("\n")[0]
+        problem = f"{where} raised {type(error).__name__} on rank {dist.get_rank()}"
+        said = f"{problem}: {text}" if text else problem
+        if not self.has_refused:
+            self._raised = error
+        self.refuse(ModelError(f"{said}; no weight was changed", hint="see the log of that rank"))
+
     def note_unreached(self, count: int) -> None:
         """Note so many gradients of this stage that one process may not have."""
         if count:
@@ -296,7 +311,8 @@ class LossTally:
         """Complete the gradients of `params`, which are reduced; return the loss of all ranks.
 
         Raises:
-            ModelError: There is no such loss.  All data-parallel ranks raise.
+            ModelError: There is no such loss, or code of the script raised something else on
+                another rank.  All ranks raise.
         """
         ranks, numbers = self._ranks, self.numbers
         loss = numbers[_SUM] / ranks.size
@@ -350,14 +366,20 @@ class LossTally:
                 hint="leave it out: a step counts the targets of all ranks and micro-batches",
             )
 
-    def _agreed(self) -> UsageError:
-        """Return the error of the first rank that has one; all ranks that add numbers call it."""
+    def _agreed(self) -> Exception:
+        """Return the error of the first rank that has one; all ranks that add numbers call it.
+
+        A rank whose script raised something else returns that.
+        """
         error = self._refusal
         own = [] if error is None else [type(error).__name__, error.message, error.hint or ""]
+        noted = own
         for group in (self._pipeline, self._ranks.group):
             if group is not None:
                 every = messages.gather_all(own, list[str], group, self._ranks.device)
                 own = next(filter(None, every), [])
+        if self._raised is not None and own == noted:  # and no consequence of another
+            return self._raised
         kind, message, hint = own
         return _ERRORS.get(kind, UsageError)(message, hint=hint or None)
 

@@ -216,6 +216,7 @@ class PipelineModel(StageModel):
         ranks: TallyRanks,
         *,
         looks: bool = False,
+        items: Any = None,
     ) -> LossTally:
         """Run forward and backward of a batch; all ranks of the axis take part.
 
@@ -228,6 +229,7 @@ class PipelineModel(StageModel):
             loss_fn: Loss of a micro-batch; None if the model returns it.
             ranks: Data-parallel ranks of this stage.
             looks: Whether to refuse a model or a loss that mixes the samples of a micro-batch.
+            items: Targets that the script counted in its batch, to compare; None for nothing.
 
         Returns:
             The losses of all micro-batches, the same on all ranks of the axis.
@@ -245,6 +247,7 @@ class PipelineModel(StageModel):
             samples=split.samples,
             pipeline=self._ranks.group,
             dtype=reduce(torch.promote_types, sent, torch.float32),
+            items=items if items is None or self._ranks.holds(self._ranks.chunks.count - 1) else 0,
         )
         work = Work(
             split=split,

@@ -107,7 +107,10 @@ class Work:
             return self._watched(output, self.known)
         except UsageError as error:
             self.tally.refuse(error)
-            return nothing([*tensors_in(outputs), *received])
+        except Exception as error:  # noqa: BLE001 - other stages wait for gradients
+            has_loss = outputs and self.loss_fn is not None
+            self.tally.fail(error, "the loss function" if has_loss else "the forward of the model")
+        return nothing([*tensors_in(outputs), *received])
 
     def _watched(self, run: Callable[[], Any], known: Sequence[Known]) -> Tensor:
         """Return the loss of the first micro-batch.
@@ -219,7 +222,9 @@ class Runner(nn.Module):
             return ready_to_send(run(), self._sent, tensors)
         except UsageError as error:
             self.work.tally.refuse(error)
-            return join_graph(stand_ins(self._sent, tensors, self.work.tally.device), tensors)
+        except Exception as error:  # noqa: BLE001 - other stages wait for what this one sends
+            self.work.tally.fail(error, "the forward of the model")
+        return join_graph(stand_ins(self._sent, tensors, self.work.tally.device), tensors)
 
     def _watched(self, work: Work, inputs: Sequence[Any], received: Sequence[Tensor]) -> Any:
         """Run the chunk.

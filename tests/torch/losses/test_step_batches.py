@@ -383,9 +383,11 @@ class OfItems(OwnLoss):
 def with_items(config, counted):
     """Return losses, or the refusal, where the batch has the number of its targets."""
     rt = msrun.init(config)
-    model = rt.shard(build(OfItems))
-    update = rt.optimizer(torch.optim.SGD(model.parameters(), lr=0.1))
     count, share = rt.layout.size("dp"), rt.coordinate.get("dp", 0)
+    x, y = (part.chunk(count)[share] for part in data()[0])
+    sample = {"x": x, "labels": y} if config.get("pipeline") else None
+    model = rt.shard(build(OfItems), sample)
+    update = rt.optimizer(torch.optim.SGD(model.parameters(), lr=0.1))
     losses = []
     for x, y in data():
         own = y.chunk(count)[share]
@@ -398,14 +400,26 @@ def with_items(config, counted):
     return losses
 
 
+IN_STAGES = {"mesh": {"pp": 2}, "pipeline": {"stages": {"a": 0, "b": 1}, "microbatches": 2}}
+
+
 @pytest.mark.parametrize("counted", ["all", "own"])
 @pytest.mark.parametrize(
-    "config", [{}, {"optimizer": {"zero": 3}}, {"accumulate": 2}, {"verify": "first_step"}]
+    "config",
+    [
+        {},
+        {"optimizer": {"zero": 3}},
+        {"accumulate": 2},
+        {"verify": "first_step"},
+        IN_STAGES,
+        pytest.param(IN_STAGES | {"mesh": {"pp": 2, "dp": 2}}, marks=pytest.mark.slow),
+    ],
 )
 def test_targets_that_a_script_counted_are_compared(config, counted):
     expected = run_warm(with_items, 1, {}, "all")[0]
+    world = 4 if config.get("mesh") == {"pp": 2, "dp": 2} else 2
 
-    for losses in run_warm(with_items, 2, config, counted):
+    for losses in run_warm(with_items, world, config, counted):
         assert losses == pytest.approx(expected, abs=1e-12)
 
 
@@ -416,3 +430,4 @@ def test_targets_that_a_script_counted_otherwise_are_refused():
         "weight was changed"
     )
     assert run_warm(with_items, 2, {}, "wrong") == [said] * 2
+    assert run_warm(with_items, 2, IN_STAGES, "wrong") == [said] * 2

@@ -1,5 +1,7 @@
 """What one stage refuses in a step, all stages raise: none is left waiting for it."""
 
+import warnings
+
 import pytest
 import torch
 from ranks import run_warm
@@ -148,6 +150,100 @@ def test_a_loss_that_one_data_parallel_rank_refuses_all_refuse():
 
 def refused_with(loss_fn, mesh, options):
     return refused(Layers, loss_fn, mesh, "1f1b", **options)
+
+
+class Raises(nn.Module):
+    """Raises for values that no trace has."""
+
+    def __init__(self):
+        super().__init__()
+        self.linear = nn.Linear(8, 8)
+
+    def forward(self, x):
+        return Checked.apply(self.linear(x))
+
+
+class Checked(torch.autograd.Function):
+    @staticmethod
+    def forward(ctx, x):
+        del ctx
+        if x.device.type == "cpu" and type(x) is torch.Tensor and not x.isfinite().all():
+            raise KeyError("gone")
+        return x.clone()
+
+    @staticmethod
+    def backward(ctx, gradient):
+        del ctx
+        return gradient
+
+
+class RaisesFirst(Layers):
+    def __init__(self):
+        super().__init__()
+        self.layers[0] = Raises()
+
+
+def of_half(output, target):
+    if msrun.init().coordinate.get("dp", 0) == 0 and not output.isnan().any():
+        raise ValueError("a label is 9\nand more")
+    return functional.mse_loss(output, target)
+
+
+def of_text(output, target):
+    warnings.simplefilter("ignore")  # tp computes this loss whole
+    return functional.mse_loss(output, target) + torch.ones(3) @ torch.ones(4)
+
+
+def raised(kind, loss_fn, mesh, value, options):
+    """Return what each of two steps raises, and whether the weights stay."""
+    stages = {"stages": "auto", "microbatches": 2}
+    rt = msrun.init({"mesh": mesh, "pipeline": stages, **options})
+    torch.manual_seed(0)
+    x, y = torch.randn(4, 8), torch.randn(4, 8)
+    model = rt.shard(kind(), (x,))
+    update = rt.optimizer(torch.optim.SGD(model.parameters(), lr=0.1))
+    before = [param.detach().clone() for param in model.parameters()]
+    found = []
+    for _ in range(2):
+        try:
+            rt.step(model, update, loss_fn, torch.full((4, 8), value), y)
+        except (UsageError, ValueError, KeyError, RuntimeError) as error:
+            found.append(f"{type(error).__name__}: {error}".partition("\n")[0])
+    assert all(map(torch.equal, before, model.parameters()))
+    return found
+
+
+OTHERS = "ModelError: {} on rank {}: {}; no weight was changed"
+FORWARD = "the forward of the model raised KeyError", "'gone'"
+LOSS = "the loss function raised ValueError", "a label is 9"
+
+
+@pytest.mark.parametrize(
+    ("kind", "mesh", "value", "rank", "own"),
+    [
+        (Layers, {"pp": 2}, 1.0, 1, "ValueError: a label is 9"),
+        (RaisesFirst, {"pp": 2}, torch.nan, 0, "KeyError: 'gone'"),
+        pytest.param(
+            *(Layers, {"pp": 2, "dp": 2}, 1.0, 2, "ValueError: a label is 9"),
+            marks=pytest.mark.slow,
+        ),
+    ],
+)
+def test_what_a_script_raises_on_one_rank_ends_the_step_on_all(kind, mesh, value, rank, own):
+    world = 4 if "dp" in mesh else 2
+    every = run_warm(raised, world, kind, of_half, mesh, value, {})
+    others = LOSS if kind is Layers else FORWARD
+    said = OTHERS.format(others[0], rank, others[1])
+    assert every == [[own] * 2 if at == rank else [said] * 2 for at in range(world)]
+
+
+@pytest.mark.slow
+def test_what_torch_raises_in_a_loss_names_its_rank_beside_a_plan():
+    mesh, plan = {"pp": 2, "tp": 2}, {"plan": [{"match": "layers.*", "style": "colwise"}]}
+    every = run_warm(raised, 4, Layers, of_text, mesh, 1.0, plan)
+    for rank, found in enumerate(every):
+        kind = "RuntimeError" if rank in (2, 3) else "ModelError: the loss function raised"
+        assert [text.startswith(kind) for text in found] == [True] * 2, found
 
 
 def losses_of_writes():

@@ -1,0 +1,68 @@
+"""Values that `param.data = tensor` would give a sharded parameter are refused by name."""
+
+import pytest
+import torch
+from ranks import run_warm
+from torch import nn
+
+import msrun
+from msrun.parallel.local import full_tensor
+
+pytestmark = pytest.mark.torch
+
+PLAN = [{"match": "0", "style": "colwise"}]
+SAID = (
+    "ModelError: param.data = tensor has no effect on 0.weight, which is sharded, so it keeps its "
+    "values"
+)
+
+
+def loss_of(output, _):
+    return output.square().mean()
+
+
+def rebound(config, steps_of):
+    """Return what a step says after `param.data = tensor`, and by how much weights moved."""
+    rt = msrun.init(config)
+    torch.manual_seed(0)
+    model = rt.shard(nn.Sequential(nn.Linear(8, 8), nn.Linear(8, 8)))
+    update = rt.optimizer(torch.optim.SGD(model.parameters(), lr=0.1))
+    x = torch.randn(4, 8)
+    steps_of(rt, model, update, x)
+    weights = [full_tensor(param.detach()).clone() for param in model.parameters()]
+    model[0].weight.data = torch.ones(8, 8)
+    try:
+        steps_of(rt, model, update, x)
+    except msrun.ModelError as error:
+        said = f"ModelError: {error.message}"
+    else:
+        said = ""
+    now = [full_tensor(param.detach()) for param in model.parameters()]
+    return said, all(map(torch.equal, weights, now)), model[0].weight.data.mean().item() == 1
+
+
+def step(rt, model, update, x):
+    rt.step(model, update, loss_of, x, x)
+
+
+def loop(_, model, update, x):
+    """Train as a script does."""
+    update.zero_grad()
+    loss_of(model(x), x).backward()
+    update.step()
+
+
+@pytest.mark.parametrize("steps_of", [step, loop])
+@pytest.mark.parametrize(
+    "config",
+    [{"optimizer": {"zero": 1}}, {"optimizer": {"zero": 3}}, {"mesh": {"tp": 2}, "plan": PLAN}],
+)
+def test_new_data_of_a_sharded_parameter_is_refused(config, steps_of):
+    for said, is_unmoved, _ in run_warm(rebound, 2, config, steps_of):
+        assert said == SAID
+        assert is_unmoved
+
+
+def test_new_data_of_a_replicated_parameter_is_taken():
+    for said, _, _ in run_warm(rebound, 2, {}, step):
+        assert said == ""
