@@ -145,11 +145,13 @@ CALLS = {
     "item": lambda x: x * x.sum().item(),
     "einsum": lambda x: torch.einsum("bsd,bsd->bd", x, x),
 }
+OF_HEADS = {"gradients of two layouts": lambda x: add_relative(x.view(4, 6, 4, 2))}
 # Of integers, so it has a test of its own.
 APART = {"embedding"}
 WEIGHT = torch.linspace(-1, 1, 64).view(8, 8)
 KERNEL = torch.linspace(-1, 1, 6 * 6 * 3).view(6, 6, 3)
 FILTER = torch.linspace(-1, 1, 2 * 3 * 3).view(1, 2, 3, 3).transpose(0, 1).contiguous()
+PLACES = torch.linspace(-1, 1, 72).view(6, 2, 6)
 FILTERS = torch.linspace(-1, 1, 2 * 4 * 3 * 3).view(2, 4, 3, 3)
 
 
@@ -157,6 +159,14 @@ def written(x, write):
     y = x * 1
     write(y)
     return y
+
+
+def add_relative(x):
+    """Return the scores of heads, with those of places, as SpeechT5 has them."""
+    heads = x.transpose(1, 2).reshape(16, 6, 2)
+    scores = torch.bmm(heads, heads.detach().transpose(1, 2))
+    places = heads.contiguous().view(16, 6, 2).transpose(0, 1) @ PLACES
+    return scores + places.transpose(0, 1)
 
 
 def add_in_place(x, y):
@@ -178,13 +188,13 @@ def whole(value):
     return value.full_tensor() if isinstance(value, DTensor) else value
 
 
-def sweep(cuts):
+def sweep(cuts, *, is_of_heads=False):
     """Return the name and cut of every call that is wrong, and what was said of the others."""
     runtime = msrun.init({"mesh": {"tp": -1}, "mode": "manual"})
     mesh = runtime.mesh["tp"]
     x = torch.randn(SHAPE, generator=torch.Generator().manual_seed(1))
     wrong, told = [], set()
-    for name, call in CALLS.items():
+    for name, call in (OF_HEADS if is_of_heads else CALLS).items():
         plain = x.clone().requires_grad_()
         torch.manual_seed(2)
         expected = call(plain)
@@ -219,6 +229,15 @@ def test_functions_on_parts_are_right_and_others_run_whole():
         assert whole >= {"cumsum", "unfold", "roll", "conv1d", "conv2d", "cdist", "nonzero"}
         assert whole.isdisjoint(VERIFIED)
         assert {"softmax", "layer_norm"} <= gathered <= VERIFIED
+
+
+def test_a_view_has_its_gradient_however_its_parts_lie():
+    for wrong, _ in run_warm(of_heads, 2):
+        assert wrong == []
+
+
+def of_heads():
+    return sweep((Shard(2),), is_of_heads=True)
 
 
 def test_uneven_parts_are_right_or_refused():
