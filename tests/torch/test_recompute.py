@@ -10,6 +10,7 @@ from torch import nn
 from torch.nn import functional
 
 import msrun
+from msrun.errors import ModelError
 
 pytestmark = pytest.mark.torch
 
@@ -229,3 +230,42 @@ def test_a_cache_is_not_filled_twice(is_named):
     expected = run_warm(decoded, 1, {}, is_named)
 
     assert run_warm(decoded, 1, config, is_named) == expected
+
+
+class Prefix(list):
+    """A cache that begins with keys, as those of transformers may."""
+
+    def get_seq_length(self, layer):
+        return len(self[layer])
+
+
+class Prefixed(nn.Module):
+    """Its second layer gets keys that it did not compute."""
+
+    def __init__(self):
+        super().__init__()
+        self.layers = nn.ModuleList([Attention(), Attention()])
+        for index, layer in enumerate(self.layers):
+            layer.layer_idx = index
+
+    def forward(self, x):
+        cache = Prefix([[], [torch.ones(1, 16)]])
+        for layer in self.layers:
+            x = layer(x, past_key_values=cache if layer.layer_idx else None)
+        return x
+
+
+def prefixed(modules):
+    runtime = msrun.init({"recompute": {"modules": modules}})
+    model = runtime.shard(Prefixed())
+    with pytest.raises(ModelError) as caught:
+        model(torch.ones(4, 16))
+    return caught.value.message
+
+
+def test_a_cache_that_has_keys_is_refused():
+    [message] = run_warm(prefixed, 1, ["layers.*"])
+    assert message == (
+        "parallel.recompute: layers.1 gets a cache that already has keys and values, such as a "
+        "prefix, and a second run would add to it again"
+    )

@@ -21,6 +21,7 @@ its activations.  This module adds what is missing for unmodified modules in the
 - Inputs that a module writes in place are refused: the second run would begin with what it wrote.
 - Caches.  Decoders of transformers fill a cache of keys and values, by default in training too.  A
   second run would fill it again, so recomputed modules get none, as transformers itself has it.
+  One that already has keys of the module is an input, as prefixes of peft are, and refused.
 
 Invariant: a run in the backward pass computes the same numbers as the first run and leaves no
 trace.
@@ -107,6 +108,7 @@ def _forward(
     if not torch.is_grad_enabled():
         return forward(*args, **kwargs)
     if caches:
+        _check_empty(module, name, [*args, *kwargs.values()])
         args, kwargs = _without_caches(caches, args, kwargs)
     given = [(tensor, write_count(tensor)) for tensor in tensors_in([args, kwargs])]
     named = partial(forward, **kwargs)  # of which torch may have options of the same names
@@ -119,6 +121,19 @@ def _forward(
             hint="write a copy: x = x.clone()",
         )
     return result
+
+
+def _check_empty(module: nn.Module, name: str, values: Sequence[Any]) -> None:
+    """Refuse a cache of transformers that has keys and values before `module` runs."""
+    layers = {getattr(part, "layer_idx", None) for part in module.modules()} - {None}
+    for value in values:
+        length = getattr(value, "get_seq_length", None)
+        if length is not None and any(map(length, layers)):
+            raise ModelError(
+                f"{ROOT}.recompute: {name or type(module).__name__} gets a cache that already has "
+                "keys and values, such as a prefix, and a second run would add to it again",
+                hint="leave the module out of recompute.modules",
+            )
 
 
 def _without_caches(

@@ -394,7 +394,7 @@ class Guard(TorchFunctionMode):
                 return result
         if is_view and not shard_functions.is_packed(tensors[0]):
             with contextlib.suppress(RuntimeError):  # such as heads that do not divide
-                return self._run_on_shards(func, name, args, options)
+                return shard_functions.viewed(self._run_on_shards(func, name, args, options))
         return self._run_replicated(func, name, args, options)
 
     def _dropout(self, x: DTensor, p: float, training: Any, inplace: Any) -> Any:

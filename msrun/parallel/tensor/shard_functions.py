@@ -207,6 +207,33 @@ def _is_packed(placement: Placement) -> bool:
     return (parts_before(placement) or 1) > 1
 
 
+def viewed(x: DTensor) -> DTensor:
+    """Return `x`, a view, with a gradient that torch can view back.
+
+    It decides by the strides of the whole gradient, and those of the part on a rank may be others.
+    """
+    if x.requires_grad and isinstance(x, DTensor):
+        x.register_hook(_contiguous)
+    return x
+
+
+def _contiguous(gradient: DTensor) -> DTensor | None:
+    if torch.is_grad_enabled():  # it is to be differentiated again
+        return None
+    part = gradient.to_local()
+    if part.is_contiguous() and gradient.is_contiguous():
+        return None
+    whole = torch.empty(gradient.shape, dtype=part.dtype, device="meta")
+    return DTensor.from_local(
+        part.contiguous(),
+        gradient.device_mesh,
+        gradient.placements,
+        run_check=False,
+        shape=whole.shape,
+        stride=whole.stride(),
+    )
+
+
 def _dim(placement: Placement) -> int:
     return int(placement.dim)  # type: ignore[attr-defined]
 

@@ -314,3 +314,16 @@ def subtract_in_place(x, y):
 def multiply_in_place(x, y):
     x *= y
     return x
+
+
+def add_relative(x):
+    """Return the scores of heads, with those of places, as SpeechT5 has them."""
+    heads = x.view(4, 6, 4, 2).transpose(1, 2).reshape(16, 6, 2)
+    scores = torch.bmm(heads, heads.detach().transpose(1, 2))
+    places = heads.contiguous().view(16, 6, 2).transpose(0, 1) @ PLACES
+    return scores + places.transpose(0, 1)
+
+
+PLACES = torch.linspace(-1, 1, 72).view(6, 2, 6)
+# Of heads, so they have a test of their own.
+OF_HEADS = {"gradients of two layouts": add_relative}

@@ -6,7 +6,7 @@ from pathlib import Path
 
 import pytest
 import torch
-from function_calls import APART, CALLS, SHAPE, SYNONYMS
+from function_calls import APART, CALLS, OF_HEADS, SHAPE, SYNONYMS
 from ranks import run_warm
 from torch import nn
 from torch.distributed.tensor import DTensor, Replicate, Shard, distribute_tensor
@@ -23,13 +23,13 @@ def whole(value):
     return value.full_tensor() if isinstance(value, DTensor) else value
 
 
-def sweep(placement):
+def sweep(placement, *, is_of_heads=False):
     """Return the name and cut of every call that is wrong, and what was said of the others."""
     runtime = msrun.init({"mesh": {"tp": -1}, "mode": "manual"})
     mesh = runtime.mesh["tp"]
     x = torch.randn(SHAPE, generator=torch.Generator().manual_seed(1))
     wrong, told = [], set()
-    for name, call in CALLS.items():
+    for name, call in (OF_HEADS if is_of_heads else CALLS).items():
         plain = x.clone().requires_grad_()
         torch.manual_seed(2)
         expected = call(plain)
@@ -83,6 +83,15 @@ def test_functions_on_parts_are_right_and_others_run_whole():
     assert "softmax" in gathered
     assert gathered <= VERIFIED - {"layer_norm"}
     assert "rms_norm" not in whole
+
+
+def test_a_view_has_its_gradient_however_its_parts_lie():
+    for wrong, _ in run_warm(of_heads, 2):
+        assert wrong == []
+
+
+def of_heads():
+    return sweep(Shard(2), is_of_heads=True)
 
 
 @pytest.mark.parametrize("cut", [Shard(0), Shard(2)])
