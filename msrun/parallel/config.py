@@ -184,9 +184,9 @@ class Optimizer(ConfigSection, frozen=True, kw_only=True):
             each member of a `ModuleList` or `Sequential`, or each child of the model if it has
             none.
         dtype: Type of gathered parameters and of the computation; None keeps the type of the
-            parameters.  On one rank nothing is gathered: a warning says that it has no effect.
-        offload: Whether sharded parameters and optimizer state stay in host memory.  On one rank it
-            has no effect, as `dtype`.
+            parameters.
+        offload: Whether sharded parameters and optimizer state stay in host memory.  One rank, with
+            an axis `dp` of 1, keeps all of them there.
     """
 
     zero: Literal[0, 1, 2, 3] = 0

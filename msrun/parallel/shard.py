@@ -112,7 +112,7 @@ def shard_model(config: ParallelConfig, rank: Rank, model: nn.Module, sample: Sa
     if config.mode == "auto":
         return _shard_by_search(config, rank, model, sample)
     context = placed(rank, config)
-    if context.world_size == 1:
+    if context.world_size == 1 and not reductions.is_sharding(config, context.layout):
         _warn_of_no_effect(config)
     resolved = _resolve_plan(config, context, model)
     weights = None
@@ -148,12 +148,13 @@ def shard_model(config: ParallelConfig, rank: Rank, model: nn.Module, sample: Sa
 
 
 def _warn_of_no_effect(config: ParallelConfig) -> None:
-    """Say that one rank, which computes as without the runtime, computes as without these keys."""
+    """Say that one rank outside of a mesh with `dp` computes as without these keys."""
     for key in ("dtype", "offload"):
         if value := getattr(config.optimizer, key):
             warnings.warn(
-                f"msrun: {ROOT}.optimizer.{key}: {str(value).lower()} has no effect on one rank, "
-                "which keeps the type and the device of its parameters",
+                f"msrun: {ROOT}.optimizer.{key}: {str(value).lower()} has no effect on one rank "
+                f"without an axis {DATA_AXIS}, which keeps the type and the device of its "
+                "parameters",
                 stacklevel=4,
             )
 
@@ -208,7 +209,7 @@ def _resolve_plan(config: ParallelConfig, context: RankContext, model: nn.Module
     params = [name for name, _ in model.named_parameters()]
     plans = {}
     if torch_compat.is_compiled(model):
-        refuse_compiled(config, is_zero=context.layout.size(DATA_AXIS) > 1)
+        refuse_compiled(config, is_zero=reductions.is_sharding(config, context.layout))
     if config.plan:
         from msrun.parallel.tensor.describe import describe_modules
 
@@ -225,7 +226,7 @@ def _resolve_plan(config: ParallelConfig, context: RankContext, model: nn.Module
     _check_experts(plans, excluded)
     rows_rule.check(config, plans, excluded)
     sparse_embedding.check(config, context.layout, model, plans)
-    if config.optimizer.zero and context.layout.size(DATA_AXIS) > 1:
+    if reductions.is_sharding(config, context.layout):
         from msrun.parallel.data_parallel.zero import check_dropped_layers
 
         check_dropped_layers(model)
@@ -310,7 +311,7 @@ def _make_parallel(
         sequences.cover(model, guard.active if guard else contextlib.nullcontext)
     zero = None
     # After the plan: `fully_shard` shards DTensors once more, but a plan takes plain parameters.
-    if config.optimizer.zero and context.layout.size(DATA_AXIS) > 1:
+    if reductions.is_sharding(config, context.layout):
         zero = reductions.shard_parameters(
             config, context, model, resolved.plans, excluded=resolved.excluded, experts=experts
         )
@@ -415,7 +416,7 @@ def _find_hooks(
         references = (reference() for reference in originals.references())
         replaced = {id(param) for param in references if param is not None and param not in params}
         parameter_hooks.check_references(model, replaced)
-    is_divided = context.layout.size(DATA_AXIS) > 1
+    is_divided = context.layout.size(DATA_AXIS) > 1 or zero is not None
     if is_divided:
         params = params - zero.replicated if zero else set()
     is_once = is_divided and zero is not None

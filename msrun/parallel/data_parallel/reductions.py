@@ -23,7 +23,7 @@ from msrun.parallel import torch_compat
 from msrun.parallel.config import DATA_AXIS, ParallelConfig
 from msrun.parallel.data_parallel import sparse_embedding
 from msrun.parallel.data_parallel.reducer import GradientReducer, fill_buckets
-from msrun.parallel.layout import EXPERT_COPIES
+from msrun.parallel.layout import EXPERT_COPIES, MeshLayout
 from msrun.parallel.rank_context import RankContext
 from msrun.parallel.tensor.plan import ModulePlan
 from msrun.parallel.uneven_rows.rows import rows_of
@@ -79,6 +79,13 @@ class Checks(NamedTuple):
 
     model: Callable[[], None]
     hooks: Callable[[], None]
+
+
+def is_sharding(config: ParallelConfig, layout: MeshLayout) -> bool:
+    """Return whether optimizer parallel shards: over ranks, or for its type or the host on one."""
+    settings, degree = config.optimizer, layout.size(DATA_AXIS)
+    is_for_one = DATA_AXIS in layout.axes and (settings.offload or settings.dtype is not None)
+    return settings.zero > 0 and (degree > 1 or is_for_one)
 
 
 def small_or_excluded(
@@ -149,7 +156,7 @@ def find(
     experts: Sequence[nn.Module],
 ) -> list[Reduction]:
     """Return the reductions over data-parallel ranks: of ZeRO, of replicated ones, of experts."""
-    if context.layout.size(DATA_AXIS) == 1:
+    if context.layout.size(DATA_AXIS) == 1 and zero is None:
         return []
     params = [
         (name, param)
@@ -163,6 +170,8 @@ def find(
         level = config.optimizer.zero
         found.append(Reduction(partial(paused, zero.model, level), partial(reduce, model, level)))
         params = [(name, param) for name, param in params if param in zero.replicated]
+    if context.layout.size(DATA_AXIS) == 1:
+        return found
     of_experts = _parameters_of(experts)
     shared = [(name, param) for name, param in params if param in of_experts]
     params = [(name, param) for name, param in params if param not in of_experts]
