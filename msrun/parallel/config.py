@@ -302,6 +302,8 @@ class ParallelConfig(ConfigSection, frozen=True, kw_only=True):
             one process, and each rank takes the time to draw those of the global batch.  Mode auto
             has masks of its own, which are equal on any number of ranks and not those of torch.
         servers: Parameters that live on parameter servers; None has none.
+        place: Pattern of modules -> `cpu`: embedding tables that stay in the memory of the host,
+            with what the optimizer keeps of them; the rows of a batch travel to the device.
         checkpoint: Checkpoints; None writes only those that the script asks for by path.
         precision: `bf16` or `fp16` computes in that type what torch's autocast does, and with
             `zero` also gathers parameters in it; parameters and their gradients keep their own.
@@ -329,6 +331,7 @@ class ParallelConfig(ConfigSection, frozen=True, kw_only=True):
     batch_norm: Literal["sync", "local"] = "sync"
     dropout: Literal["local", "exact"] = "local"
     servers: ServerParameters | None = None
+    place: dict[str, Literal["cpu"]] = {}
     checkpoint: Checkpoint | None = None
     precision: Literal["bf16", "fp16"] | None = None
     compile: Compile | None = None
@@ -351,6 +354,7 @@ class ParallelConfig(ConfigSection, frozen=True, kw_only=True):
         self._check_mesh()
         self._check_precision()
         self._check_servers()
+        self._check_place()
         if self.mode == "auto" and self.dropout == "exact":
             raise ValueError(
                 "dropout: mode auto has masks of its own, not those of torch (choose local)"
@@ -414,6 +418,18 @@ class ParallelConfig(ConfigSection, frozen=True, kw_only=True):
         for sentence, is_so in others.items():
             if self.servers and is_so:
                 raise ValueError(f"servers: {sentence}")
+
+    def _check_place(self) -> None:
+        """Refuse what knows one device alone."""
+        others = {
+            "mode auto plans whole models": self.mode == "auto",
+            "stages of a pipeline have one device each": self.pipeline is not None,
+            "verify compares what is on the device": bool(self.verify),
+            "precision fp16 looks at gradients on the device": self.precision == "fp16",
+        }
+        for sentence, is_so in others.items():
+            if self.place and is_so:
+                raise ValueError(f"place: {sentence} (leave out one of the two)")
 
     def _check_plan(self) -> None:
         """Refuse unknown names; the name of a plan alone becomes a list, so that text is a path."""

@@ -106,6 +106,7 @@ def shard_parameters(
     *,
     excluded: Collection[str],
     experts: Sequence[nn.Module],
+    on_host: Collection[Parameter] = (),
 ) -> Zero:
     """Shard the parameters of `model` over the data-parallel ranks.
 
@@ -116,6 +117,7 @@ def shard_parameters(
         plans: Module -> its operator plan, of all modules of the model.
         excluded: Names of parameters that are not reduced.
         experts: Modules whose experts ranks share.
+        on_host: Parameters that stay whole, on the host.
     """
     from msrun.parallel.data_parallel import zero
     from msrun.parallel.data_parallel.collective_order import CollectiveOrder
@@ -126,7 +128,7 @@ def shard_parameters(
     modules = dict(model.named_modules())
     own = {name: plan for name, plan in plans.items() if name in modules}
     replicated |= zero.packed_parameters(config, model, own)
-    replicated |= {param for param in model.parameters() if rows_of(param)}
+    replicated |= {param for param in model.parameters() if rows_of(param)} | {*on_host}
     of_experts = _parameters_of(experts)
     replicated |= zero.rare_types(config, model, units, replicated | of_experts)
     if _copies(context) == 1:
