@@ -62,6 +62,7 @@ from msrun.parallel.uneven_rows import rule as rows_rule
 if TYPE_CHECKING:
     from msrun.parallel.context.sequences import Sequences
     from msrun.parallel.deferred.fill import Weights
+    from msrun.parallel.images.apply import Images
     from msrun.parallel.tensor.guard import Guard
 
 
@@ -203,6 +204,8 @@ def _shard_by_search(
     state = _make_parallel(applied.context, model, resolved, originals)
     state.dropout_rngs = applied.dropout_rngs
     applied.finish()
+    if applied.context.world_size > 1:
+        split_random_streams(applied.context)
     return Sharded(model, state, applied.context)
 
 
@@ -333,7 +336,7 @@ def _make_parallel(
     if any(plan.rows for plan in resolved.plans.values()):
         refuse_copies(model, f"{ROOT}.plan: rows")
     if zero:
-        _begin(zero, partial(each, hooks.check, context.batch.check))
+        _begin(context, zero, partial(each, hooks.check, context.batch.check))
     state = ShardedModel(
         model,
         originals.references(),
@@ -384,10 +387,14 @@ def _shard_over_data(
     )
 
 
-def _begin(zero: reductions.Zero, check: Callable[[], None]) -> None:
+def _begin(context: RankContext, zero: reductions.Zero, check: Callable[[], None]) -> None:
     """Prepare a model under optimizer parallel for calls of any part of it, in any order."""
     torch_compat.begin_units(zero.model)
     zero.order.check = check
+    if context.images:
+        from msrun.parallel.images.image_tensor import opened
+
+        torch_compat.open_inputs(zero.model, opened)
 
 
 def _fill(
@@ -413,7 +420,7 @@ def _replicas(
 
 def _computing(
     model: nn.Module,
-    sequences: Sequences | None,
+    sequences: Sequences | Images | None,
     guard: Guard | None,
     zero: reductions.Zero | None,
     level: int,
@@ -479,7 +486,7 @@ def _change_modules(
     plans = {name: plan for name, plan in plans.items() if not plan.is_routed}
     guard = _shard_operators(context, model, plans)
     group = context.group(DATA_AXIS) if is_data_parallel else None
-    norms = batch_norm.synchronize(config, model, group)
+    norms = batch_norm.synchronize(config, model, group, batch_norm.group_of_samples(context))
     # Modes that a recomputation must enter again.  Exact dropout is outside of the guard, so the
     # guard sees sharded tensors first and draws their masks with it.
     inside: list[Context] = [guard.active] if guard else []
@@ -517,8 +524,12 @@ def _share_experts(
 
 def _divide_sequences(
     context: RankContext, config: ParallelConfig, model: nn.Module
-) -> Sequences | None:
-    """Apply style `context`; None without one."""
+) -> Sequences | Images | None:
+    """Apply style `context`, or divide images; None without one."""
+    if context.images:
+        from msrun.parallel.images.apply import divide_images
+
+        return divide_images(config, context, model)
     found = context_rule(config)
     if found is None or context.sequence is None:
         return None

@@ -30,6 +30,7 @@ from msrun.parallel.torch_compat import (
     compiled_again,
     dispatching,
     eagerly,
+    empty_wrapper,
     functional_collective,
     gathered_with_gradient,
     gradient_hooks,
@@ -51,6 +52,8 @@ from msrun.parallel.torch_compat import (
     mapped,
     move_shards_by_all_to_all,
     note_step,
+    of_subclass,
+    open_inputs,
     parameters_replaced,
     parts_before,
     parts_with_parameters,
@@ -566,6 +569,45 @@ def parts_of_units():
 
 def test_parts_of_units_are_known_and_may_be_called_first():
     assert run_ranks(parts_of_units, 2) == [(True, False, True)] * 2
+
+
+def opened_inputs():
+    mesh = init_device_mesh("cpu", (2,))
+    network = _Pair()
+    fully_shard(network, mesh=mesh)
+    seen = []
+
+    def opened(value):
+        (args, kwargs) = value
+        seen.append([type(x) for x in args])
+        return (tuple(x + 1 for x in args), kwargs), lambda result: result
+
+    open_inputs(network, opened)
+    one, two = (torch.ones(2, requires_grad=True) for _ in range(2))
+    network(one, two)[1].sum().backward()
+    return seen, two.grad.tolist()
+
+
+def test_inputs_of_units_are_opened():
+    assert run_ranks(opened_inputs, 2) == [([[torch.Tensor] * 2], [2.0, 2.0])] * 2
+
+
+class _Wrapper(torch.Tensor):
+    @classmethod
+    def __torch_function__(cls, func, types, args=(), kwargs=None):
+        return "seen"
+
+    @classmethod
+    def __torch_dispatch__(cls, func, types, args=(), kwargs=None):
+        return "seen"
+
+
+def test_a_wrapper_has_no_memory_and_says_what_it_was_made_of():
+    wrapper = empty_wrapper(_Wrapper, (4, 6), torch.ones(2, requires_grad=True))
+    assert wrapper.shape == "seen"
+    with of_subclass():
+        assert (wrapper.shape, wrapper.dtype) == ((4, 6), torch.float32)
+        assert (wrapper.is_leaf, wrapper.requires_grad) == (True, True)
 
 
 def test_write_count_is_that_of_all_views():

@@ -139,7 +139,8 @@ def shard_parameters(
     order = CollectiveOrder(module, context.group(DATA_AXIS), context.device, level=level)
     if config.pipeline:
         model.reduces_once = level == 1  # type: ignore[assignment]
-        torch_compat.watch_joined_inputs(module, model.joined_inputs.watch)  # type: ignore[union-attr,arg-type]
+        order.fills = model.joined_inputs  # type: ignore[assignment]
+        torch_compat.watch_joined_inputs(module, order.fills.watch)
     else:
         torch_compat.watch_joined_inputs(module, order.joins.watch)
         if not config.compile:
