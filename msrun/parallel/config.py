@@ -206,9 +206,9 @@ class Optimizer(ConfigSection, frozen=True, kw_only=True):
             each member of a `ModuleList` or `Sequential`, or each child of the model if it has
             none.
         dtype: Type of gathered parameters and of the computation; None keeps the type of the
-            parameters.  On one rank nothing is gathered: a warning says that it has no effect.
-        offload: Whether sharded parameters and optimizer state stay in host memory.  On one rank it
-            has no effect, as `dtype`.
+            parameters.
+        offload: Whether sharded parameters and optimizer state stay in host memory.  One rank, with
+            an axis `dp` of 1, keeps all of them there.
     """
 
     zero: Literal[0, 1, 2, 3] = 0
@@ -327,6 +327,8 @@ class ParallelConfig(ConfigSection, frozen=True, kw_only=True):
             images whose height and width the axes `h` and `w` divide: each rank computes a part of
             every image.  The keys are the values of a step in their order, or by their names.
         servers: Parameters that live on parameter servers; None has none.
+        place: Pattern of modules -> `cpu`: embedding tables that stay in the memory of the host,
+            with what the optimizer keeps of them; the rows of a batch travel to the device.
         checkpoint: Checkpoints; None writes only those that the script asks for by path.
         precision: `bf16` or `fp16` computes in that type what torch's autocast does, and with
             `zero` also gathers parameters in it; parameters and their gradients keep their own.
@@ -355,6 +357,7 @@ class ParallelConfig(ConfigSection, frozen=True, kw_only=True):
     dropout: Literal["local", "exact"] = "local"
     data: dict[str, Dims] = {}
     servers: ServerParameters | None = None
+    place: dict[str, Literal["cpu"]] = {}
     checkpoint: Checkpoint | None = None
     precision: Literal["bf16", "fp16"] | None = None
     compile: Compile | None = None
@@ -378,6 +381,7 @@ class ParallelConfig(ConfigSection, frozen=True, kw_only=True):
         self._check_mesh()
         self._check_precision()
         self._check_servers()
+        self._check_place()
         if self.mode == "auto" and self.dropout == "exact":
             raise ValueError(
                 "dropout: mode auto has masks of its own, not those of torch (choose local)"
@@ -448,6 +452,18 @@ class ParallelConfig(ConfigSection, frozen=True, kw_only=True):
         for sentence, is_so in others.items():
             if self.servers and is_so:
                 raise ValueError(f"servers: {sentence}")
+
+    def _check_place(self) -> None:
+        """Refuse what knows one device alone."""
+        others = {
+            "mode auto plans whole models": self.mode == "auto",
+            "stages of a pipeline have one device each": self.pipeline is not None,
+            "verify compares what is on the device": bool(self.verify),
+            "precision fp16 looks at gradients on the device": self.precision == "fp16",
+        }
+        for sentence, is_so in others.items():
+            if self.place and is_so:
+                raise ValueError(f"place: {sentence} (leave out one of the two)")
 
     def _check_plan(self) -> None:
         """Refuse unknown names; the name of a plan alone becomes a list, so that text is a path."""

@@ -54,17 +54,22 @@ def broadcast_weights(model: nn.Module, excluded: Collection[str]) -> None:
 
 
 def _runs(tensors: list[Tensor]) -> Iterator[list[Tensor]]:
-    """Yield `tensors` in runs of one dtype and about 25 MiB, each sent as one message."""
+    """Yield `tensors` in runs of one type, device and about 25 MiB, each one message."""
     run: list[Tensor] = []
     size = 0
-    for tensor in sorted(tensors, key=lambda t: str(t.dtype)):
-        if run and (tensor.dtype != run[0].dtype or size + tensor.nbytes > _BROADCAST_BYTES):
+    for tensor in sorted(tensors, key=_kind):
+        is_other = bool(run) and _kind(tensor) != _kind(run[0])
+        if is_other or (run and size + tensor.nbytes > _BROADCAST_BYTES):
             yield run
             run, size = [], 0
         run.append(tensor)
         size += tensor.nbytes
     if run:
         yield run
+
+
+def _kind(tensor: Tensor) -> tuple[str, str]:
+    return tensor.device.type, str(tensor.dtype)
 
 
 def split_random_streams(context: RankContext) -> None:

@@ -17,7 +17,7 @@ from __future__ import annotations
 import contextlib
 import math
 import warnings
-from collections.abc import Callable, Collection, Mapping
+from collections.abc import Callable, Collection, Mapping, Sequence
 from functools import partial
 from typing import TYPE_CHECKING, NamedTuple
 
@@ -30,6 +30,7 @@ from msrun.parallel.config import DATA_AXIS, PIPELINE_AXIS, ROOT, ParallelConfig
 from msrun.parallel.data_parallel import parameter_hooks, reductions, sparse_embedding
 from msrun.parallel.data_parallel.parameter_hooks import ParameterHooks
 from msrun.parallel.data_parallel.replica_digest import ReplicaDigest
+from msrun.parallel.host import host_tables
 from msrun.parallel.layers import batch_norm, compiled, micro_batches, precision, recompute
 from msrun.parallel.layers.micro_batches import MicroBatches
 from msrun.parallel.layout import context_rule, plan_axes, resolve
@@ -88,6 +89,7 @@ class _ResolvedPlan(msgspec.Struct, frozen=True, kw_only=True):
         recomputed: Modules that recompute.
         compiled: Modules that are compiled.
         excluded: Parameters whose gradients are not reduced.
+        placed: Tables that stay on the host.
     """
 
     config: ParallelConfig
@@ -95,6 +97,7 @@ class _ResolvedPlan(msgspec.Struct, frozen=True, kw_only=True):
     recomputed: list[str]
     compiled: list[str]
     excluded: set[str]
+    placed: list[str]
 
 
 def shard_model(config: ParallelConfig, rank: Rank, model: nn.Module, sample: Sample) -> Sharded:
@@ -113,7 +116,7 @@ def shard_model(config: ParallelConfig, rank: Rank, model: nn.Module, sample: Sa
     if config.mode == "auto":
         return _shard_by_search(config, rank, model, sample)
     context = placed(rank, config)
-    if context.world_size == 1:
+    if context.world_size == 1 and not reductions.is_sharding(config, context.layout):
         _warn_of_no_effect(config)
     resolved = _resolve_plan(config, context, model)
     weights = None
@@ -122,10 +125,12 @@ def shard_model(config: ParallelConfig, rank: Rank, model: nn.Module, sample: Sa
 
         if resolved.excluded:
             raise ModelError(f"{ROOT}.reduce.exclude: init_on_meta gives all ranks the same values")
+        if resolved.placed:
+            raise ModelError(f"{ROOT}.place: init_on_meta makes all of a model on one device")
         weights = fill.find(model)
         fill.move(model, context.device)
     else:
-        model.to(context.device)
+        host_tables.move(model, resolved.placed, context.device)
     originals = OriginalParameters(model, is_strong=weights is not None)
     # Before anything is sharded, while every tensor is whole on every rank.
     if context.world_size > 1:
@@ -149,12 +154,13 @@ def shard_model(config: ParallelConfig, rank: Rank, model: nn.Module, sample: Sa
 
 
 def _warn_of_no_effect(config: ParallelConfig) -> None:
-    """Say that one rank, which computes as without the runtime, computes as without these keys."""
+    """Say that one rank outside of a mesh with `dp` computes as without these keys."""
     for key in ("dtype", "offload"):
         if value := getattr(config.optimizer, key):
             warnings.warn(
-                f"msrun: {ROOT}.optimizer.{key}: {str(value).lower()} has no effect on one rank, "
-                "which keeps the type and the device of its parameters",
+                f"msrun: {ROOT}.optimizer.{key}: {str(value).lower()} has no effect on one rank "
+                f"without an axis {DATA_AXIS}, which keeps the type and the device of its "
+                "parameters",
                 stacklevel=4,
             )
 
@@ -211,7 +217,7 @@ def _resolve_plan(config: ParallelConfig, context: RankContext, model: nn.Module
     params = [name for name, _ in model.named_parameters()]
     plans = {}
     if torch_compat.is_compiled(model):
-        refuse_compiled(config, is_zero=context.layout.size(DATA_AXIS) > 1)
+        refuse_compiled(config, is_zero=reductions.is_sharding(config, context.layout))
     if config.plan:
         from msrun.parallel.tensor.describe import describe_modules
 
@@ -221,19 +227,23 @@ def _resolve_plan(config: ParallelConfig, context: RankContext, model: nn.Module
         plans = plan_modules(rules, context.layout, shapes, source)
         _check_strategy_file(config, plans)
     excluded = matching(config.reduce.exclude, params, "reduce.exclude")
+    remote: set[str] = set()
     if config.servers:
         from msrun.parallel.servers.remote import find
 
-        excluded |= find(config, context.layout, model, plans)
+        remote = find(config, context.layout, model, plans)
+        excluded |= remote
+    placed_tables = host_tables.find(config, model, plans, remote)
     _check_experts(plans, excluded)
     rows_rule.check(config, plans, excluded)
     sparse_embedding.check(config, context.layout, model, plans)
-    if config.optimizer.zero and context.layout.size(DATA_AXIS) > 1:
+    if reductions.is_sharding(config, context.layout):
         from msrun.parallel.data_parallel.zero import check_dropped_layers
 
         check_dropped_layers(model)
         small = reductions.small_or_excluded(config, model, excluded)
         tables = [name for name, plan in plans.items() if plan.rows]
+        tables += placed_tables
         small |= {model.get_submodule(name).get_parameter("weight") for name in tables}
         sparse_embedding.check_replicated(model, small)
     return _ResolvedPlan(
@@ -242,6 +252,7 @@ def _resolve_plan(config: ParallelConfig, context: RankContext, model: nn.Module
         recomputed=recompute.find(config.recompute, modules) if config.recompute else [],
         compiled=compiled.find(config, context.layout, model, plans),
         excluded=excluded,
+        placed=placed_tables,
     )
 
 
@@ -311,12 +322,7 @@ def _make_parallel(
     guard, experts = _change_modules(context, model, resolved, switch)
     if sequences:
         sequences.cover(model, guard.active if guard else contextlib.nullcontext)
-    zero = None
-    # After the plan: `fully_shard` shards DTensors once more, but a plan takes plain parameters.
-    if config.optimizer.zero and context.layout.size(DATA_AXIS) > 1:
-        zero = reductions.shard_parameters(
-            config, context, model, resolved.plans, excluded=resolved.excluded, experts=experts
-        )
+    zero = _shard_over_data(context, model, resolved, experts)
     if weights is not None:
         _fill(context, config, model, weights, zero)
     hooks = _find_hooks(context, model, zero, originals)
@@ -357,6 +363,28 @@ def _make_parallel(
     )
     state.sequences = sequences
     return state
+
+
+def _shard_over_data(
+    context: RankContext, model: nn.Module, resolved: _ResolvedPlan, experts: Sequence[nn.Module]
+) -> reductions.Zero | None:
+    """Apply optimizer parallel; None without.
+
+    It comes after the plan: `fully_shard` shards DTensors once more, but a plan takes plain
+    parameters.
+    """
+    config = resolved.config
+    if not reductions.is_sharding(config, context.layout):
+        return None
+    return reductions.shard_parameters(
+        config,
+        context,
+        model,
+        resolved.plans,
+        excluded=resolved.excluded,
+        experts=experts,
+        on_host=host_tables.parameters(model, resolved.placed),
+    )
 
 
 def _begin(context: RankContext, zero: reductions.Zero, check: Callable[[], None]) -> None:
@@ -422,7 +450,7 @@ def _find_hooks(
         references = (reference() for reference in originals.references())
         replaced = {id(param) for param in references if param is not None and param not in params}
         parameter_hooks.check_references(model, replaced)
-    is_divided = context.layout.size(DATA_AXIS) > 1
+    is_divided = context.layout.size(DATA_AXIS) > 1 or zero is not None
     if is_divided:
         params = params - zero.replicated if zero else set()
     is_once = is_divided and zero is not None

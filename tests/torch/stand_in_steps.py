@@ -11,6 +11,7 @@ import stand_in_npu
 import torch
 import torch.distributed as dist
 from ranks import OPTIMIZERS, batches, build
+from torch import nn
 from torch.nn import functional
 
 import msrun
@@ -25,17 +26,30 @@ def joined():
         return total.tolist(), str(runtime.device), torch.npu.current_device(), backend
 
 
+def table_model():
+    """Return a model with a table of ids, which a configuration may place on the host."""
+    torch.manual_seed(3)
+    return nn.Sequential(nn.Embedding(32, 4), nn.Flatten(), nn.Linear(32, 10))
+
+
+def table_batches():
+    """Return ids and classes."""
+    return [(tokens, later[:, -1] % 10) for tokens, later in batches("transformer")]
+
+
 def trained(config):
     """Return losses, where parameters and gradients lie, and the collectives of the device."""
     stand_in_npu.calls.clear()
     with msrun.init(config, device="npu:0") as runtime:
-        network = runtime.shard(build("mlp"))
+        is_placed = "place" in config
+        network = runtime.shard(table_model() if is_placed else build("mlp"))
         update = runtime.optimizer(OPTIMIZERS["sgd"](network.parameters()))
         share, count = runtime.coordinate.get("dp", 0), runtime.layout.size("dp")
         losses = []
-        for batch in batches("mlp"):
+        for batch in table_batches() if is_placed else batches("mlp"):
             part = [tensor.chunk(count)[share] for tensor in batch]
-            loss = runtime.step(network, update, functional.cross_entropy, *part)
+            norm = 0.1 if is_placed else None
+            loss = runtime.step(network, update, functional.cross_entropy, *part, max_norm=norm)
             losses.append(loss.item())
         params = list(network.parameters())
         places = {str(t.device) for p in params for t in (p, p.grad)}

@@ -10,8 +10,11 @@ import json
 from pathlib import Path
 
 import pytest
-from ranks import assert_equal_curves, oracle
+from ranks import OPTIMIZERS, assert_equal_curves, oracle
+from stand_in_steps import table_batches, table_model
 from test_grid import DP, DP_TP, MLP, TP, zero
+from torch import nn
+from torch.nn import functional
 from torch.utils import backend_registration
 
 pytestmark = [
@@ -27,6 +30,8 @@ PROGRAM = Path(__file__).with_name("stand_in_steps.py")
 REDUCE, GATHER, SCATTER = "allreduce_", "_allgather_base_", "_reduce_scatter_base_"
 
 
+# A table on the host; gradients are clipped then, too.
+PLACE = {"place": {"0": "cpu"}}
 # Ranks, configuration, and the collectives of the device that it takes.
 CASES = [
     (2, DP, {REDUCE}),
@@ -35,6 +40,8 @@ CASES = [
     (2, zero(3), {REDUCE, GATHER, SCATTER}),
     (2, TP | {"plan": MLP}, {REDUCE}),
     (4, DP_TP | {"plan": MLP} | zero(1), {REDUCE, GATHER, SCATTER}),
+    (2, PLACE | {"accumulate": 2}, {REDUCE}),
+    (2, PLACE | zero(3), {REDUCE, GATHER, SCATTER}),
 ]
 # What every worker would import by itself: torch's part of it takes longer than all steps.
 IMPORTED = "ranks,msrun.parallel.preload"
@@ -71,6 +78,20 @@ def learned(answers):
     return found
 
 
+def with_table():
+    """Return what one process learns with the table."""
+    network = table_model()
+    update, losses = OPTIMIZERS["sgd"](network.parameters()), []
+    for ids, target in table_batches():
+        update.zero_grad()
+        loss = functional.cross_entropy(network(ids), target)
+        loss.backward()
+        nn.utils.clip_grad_norm_(network.parameters(), 0.1)
+        update.step()
+        losses.append(loss.item())
+    return losses
+
+
 def test_hccl_is_joined_on_the_devices_own_number(answers):
     assert answers(2, "joined") == [
         [[[2.0] * 3, "npu:0", 0, "cpu:gloo,npu:hccl"]],
@@ -82,7 +103,9 @@ def test_hccl_is_joined_on_the_devices_own_number(answers):
 def test_steps_on_the_device_learn_what_one_process_does(learned, case):
     found, collectives = learned[case], CASES[case][2]
 
-    assert_equal_curves([losses for losses, *_ in found], oracle())
+    is_placed = "place" in CASES[case][1]
+    expected = with_table() if is_placed else oracle()
+    assert_equal_curves([losses for losses, *_ in found], expected)
     for _, places, calls in found:
-        assert places == ["npu:0"]
+        assert places == ["cpu"] * is_placed + ["npu:0"]
         assert set(calls) - {"operators", "broadcast_"} == collectives

@@ -133,7 +133,6 @@ def test_transforms_of_functions_are_seen_and_get_other_arguments():
         lambda: torch.func.grad(lambda y: double(y) ** 2)(x).sum() / 8,
         lambda: torch.func.vjp(double, x)[0],
         lambda: torch.func.jvp(double, (x,), (x,))[0],
-        lambda: torch.func.jacrev(lambda y: double(y) ** 2)(x).sum() / 8,
     )
     before = [call().item() for call in transforms]
     with transforming_whole(whole):
@@ -141,8 +140,8 @@ def test_transforms_of_functions_are_seen_and_get_other_arguments():
 
     assert not is_transforming()
     assert all(inside)
-    assert before == [4.0] * 6
-    assert during == [8.0] * 6
+    assert before == [4.0] * 5
+    assert during == [8.0] * 5
     assert [call().item() for call in transforms] == before
 
 

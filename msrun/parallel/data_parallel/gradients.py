@@ -58,12 +58,13 @@ def _global_norm(
     over these groups: few collectives, and none over ranks that hold copies.  A parameter without
     a gradient counts as 0 and still takes part, since it may have one on other ranks.
     """
-    squares: dict[Groups, list[Tensor]] = {}
+    squares: dict[tuple[Groups, torch.device], list[Tensor]] = {}
     for param in params:
         groups = _sharding_groups(param) + ((unreduced[param],) if param in unreduced else ())
-        squares.setdefault(groups, []).append(_square(param))
+        square = _square(param)
+        squares.setdefault((groups, square.device), []).append(square)
     total = torch.zeros(())
-    for groups, parts in squares.items():
+    for (groups, _), parts in squares.items():
         part = torch.stack(parts).sum()
         for group in groups:
             dist.all_reduce(part, group=group)

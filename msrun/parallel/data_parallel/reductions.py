@@ -23,7 +23,7 @@ from msrun.parallel import torch_compat
 from msrun.parallel.config import DATA_AXIS, ParallelConfig
 from msrun.parallel.data_parallel import sparse_embedding
 from msrun.parallel.data_parallel.reducer import GradientReducer, fill_buckets
-from msrun.parallel.layout import EXPERT_COPIES
+from msrun.parallel.layout import EXPERT_COPIES, MeshLayout
 from msrun.parallel.rank_context import RankContext
 from msrun.parallel.tensor.plan import ModulePlan
 from msrun.parallel.uneven_rows.rows import rows_of
@@ -81,6 +81,13 @@ class Checks(NamedTuple):
     hooks: Callable[[], None]
 
 
+def is_sharding(config: ParallelConfig, layout: MeshLayout) -> bool:
+    """Return whether optimizer parallel shards: over ranks, or for its type or the host on one."""
+    settings, degree = config.optimizer, layout.size(DATA_AXIS)
+    is_for_one = DATA_AXIS in layout.axes and (settings.offload or settings.dtype is not None)
+    return settings.zero > 0 and (degree > 1 or is_for_one)
+
+
 def small_or_excluded(
     config: ParallelConfig, model: nn.Module, excluded: Collection[str]
 ) -> set[Parameter]:
@@ -99,6 +106,7 @@ def shard_parameters(
     *,
     excluded: Collection[str],
     experts: Sequence[nn.Module],
+    on_host: Collection[Parameter] = (),
 ) -> Zero:
     """Shard the parameters of `model` over the data-parallel ranks.
 
@@ -109,6 +117,7 @@ def shard_parameters(
         plans: Module -> its operator plan, of all modules of the model.
         excluded: Names of parameters that are not reduced.
         experts: Modules whose experts ranks share.
+        on_host: Parameters that stay whole, on the host.
     """
     from msrun.parallel.data_parallel import zero
     from msrun.parallel.data_parallel.collective_order import CollectiveOrder
@@ -119,7 +128,7 @@ def shard_parameters(
     modules = dict(model.named_modules())
     own = {name: plan for name, plan in plans.items() if name in modules}
     replicated |= zero.packed_parameters(config, model, own)
-    replicated |= {param for param in model.parameters() if rows_of(param)}
+    replicated |= {param for param in model.parameters() if rows_of(param)} | {*on_host}
     of_experts = _parameters_of(experts)
     replicated |= zero.rare_types(config, model, units, replicated | of_experts)
     if _copies(context) == 1:
@@ -150,7 +159,7 @@ def find(
     experts: Sequence[nn.Module],
 ) -> list[Reduction]:
     """Return the reductions over data-parallel ranks: of ZeRO, of replicated ones, of experts."""
-    if context.layout.size(DATA_AXIS) == 1:
+    if context.layout.size(DATA_AXIS) == 1 and zero is None:
         return []
     params = [
         (name, param)
@@ -164,6 +173,8 @@ def find(
         level = config.optimizer.zero
         found.append(Reduction(partial(paused, zero.model, level), partial(reduce, model, level)))
         params = [(name, param) for name, param in params if param in zero.replicated]
+    if context.layout.size(DATA_AXIS) == 1:
+        return found
     of_experts = _parameters_of(experts)
     shared = [(name, param) for name, param in params if param in of_experts]
     params = [(name, param) for name, param in params if param not in of_experts]

@@ -7,10 +7,12 @@ import torch
 from ranks import (
     OPTIMIZERS,
     Counted,
+    assert_equal_curves,
     batches,
     build,
     oracle,
     run_warm,
+    train,
 )
 from torch.nn import functional
 
@@ -114,7 +116,7 @@ def test_mixed_precision_computes_short_and_keeps_long():
 
 def warned(options):
     """Return the warnings of one rank, and whether its parameters stay as they were."""
-    runtime = msrun.init({"optimizer": {"zero": 3, **options}})
+    runtime = msrun.init({"mesh": {"tp": 1}, "optimizer": {"zero": 3, **options}})
     with warnings.catch_warnings(record=True) as caught:
         warnings.simplefilter("always")
         network = runtime.shard(build("mlp"))
@@ -126,8 +128,34 @@ def warned(options):
 )
 def test_one_rank_says_what_has_no_effect(key, value, shown):
     said = (
-        f"msrun: parallel.optimizer.{key}: {shown} has no effect on one rank, which keeps the type "
-        "and the device of its parameters"
+        f"msrun: parallel.optimizer.{key}: {shown} has no effect on one rank without an axis dp, "
+        "which keeps the type and the device of its parameters"
     )
     assert run_warm(warned, 1, {key: value}) == [([said], True)]
     assert run_warm(warned, 1, {"threshold": 8}) == [([], True)]
+
+
+def alone(options, level):
+    """Return the losses of one rank, the type of its output and where its parameters are."""
+    config = {"optimizer": {"zero": level, **options}, "accumulate": 2}
+    losses = train(config, "mlp", "adamw", 0.1)
+    runtime = msrun.init()
+    network = runtime.shard(build("mlp"))
+    with torch.no_grad():
+        output = network(torch.ones(2, 16))
+    return losses, output.dtype, {param.device.type for param in network.parameters()}
+
+
+@pytest.mark.parametrize("level", [1, 2, 3])
+def test_one_rank_offloads(level):
+    ((losses, dtype, places),) = run_warm(alone, 1, {"offload": True}, level)
+
+    assert_equal_curves([losses], oracle("mlp", "adamw", 0.1))
+    assert (dtype, places) == (torch.float32, {"cpu"})
+
+
+def test_one_rank_computes_in_another_type():
+    ((losses, dtype, _),) = run_warm(alone, 1, {"dtype": "bfloat16", "offload": True}, 3)
+
+    assert dtype == torch.bfloat16
+    assert_equal_curves([losses], oracle("mlp", "adamw", 0.1), tolerance=0.02)
