@@ -36,9 +36,9 @@ from msrun.cluster.tick import Tick
 from msrun.environ import ServersPlace
 from msrun.errors import MsrunError, ProtocolError
 from msrun.parallel.servers.addresses import AddressBook, read_key
-from msrun.parallel.servers.sharing import NearServers
 from msrun.parallel.servers.outgoing import OutgoingPush
 from msrun.parallel.servers.routing import places_by_server
+from msrun.parallel.servers.sharing import NearServers
 from msrun.parallel.servers.wire import (
     HEAD,
     NOT_HERE,

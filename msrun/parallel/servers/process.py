@@ -47,15 +47,16 @@ from msrun.errors import ProtocolError, UsageError
 from msrun.parallel.servers.addresses import AddressBook, read_key
 from msrun.parallel.servers.disk import ServerDisk, contents_of, slices_of
 from msrun.parallel.servers.head import Head
-from msrun.parallel.servers.sharing import NearRanks
-from msrun.parallel.servers.shared_memory import SharedRegion
 from msrun.parallel.servers.rows import (
     RowGradients,
     ServerRows,
     SliceGradients,
     SliceState,
     WorkerPush,
+    trim,
 )
+from msrun.parallel.servers.shared_memory import SharedRegion
+from msrun.parallel.servers.sharing import NearRanks
 from msrun.parallel.servers.wire import (
     HEAD,
     NOT_HERE,
@@ -134,6 +135,8 @@ class ServerSession:
         # The first ownership waits here until the ranks have sent the contents.
         self._adopt: Adopt | None = None
         self._first: dict[Slice, SliceState] = {}
+        # Large parts of memory were freed, or are once this event is over.
+        self._has_garbage = False
         self._machine = ServerState(
             server=server, life=life, rules=plan.rules, disk=disk.snapshots()
         )
@@ -141,6 +144,12 @@ class ServerSession:
     def deadline(self) -> float | None:
         """Return when `Tick` is due; None where nothing is."""
         return self._machine.deadline()
+
+    def tidy(self) -> None:
+        """Give back memory, before the next event."""
+        if self._has_garbage:
+            self._has_garbage = False
+            trim()
 
     def feed(self, event: ServerEvent, now: float) -> None:
         """Let the machine have an event, and do what follows."""
@@ -192,11 +201,13 @@ class ServerSession:
                 self._apply(version, pushes)
             case SaveSnapshot(snapshot=snapshot):
                 self._disk.save(snapshot, self._rows.here())
+                self._has_garbage = True
                 self._events.append(Saved(snapshot.epoch, snapshot.version))
             case DropSnapshots(which=which):
                 self._disk.drop(which)
             case LoadSnapshot(epoch=epoch, version=version):
                 self._rows.replace(self._disk.load(epoch, version))
+                self._has_garbage = True
             case KeepSlices(payload=payload):
                 self._kept |= slices_of(payload)  # type: ignore[arg-type]
             case SendSlices(asked=asked, message=message):
@@ -221,6 +232,7 @@ class ServerSession:
         owned = action.ownership.slices_of(self._server)
         self._rows.replace({piece: found[piece] for piece in owned})
         self._kept, self._first = {}, {}
+        self._has_garbage = True
 
     def _read(self, message: Rows, ask: Any) -> dict[str, Any]:
         """Return what a pull asks for."""
@@ -362,6 +374,8 @@ class ServerProcess:
             self._loop.stop()
 
     def _receive(self) -> None:
+        if self._session:
+            self._session.tidy()
         for route, parts in self._listener.receive():
             try:
                 packet, payload = decode(parts, self._near.regions)

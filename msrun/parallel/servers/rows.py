@@ -8,6 +8,8 @@ optimizer would see the table.
 
 from __future__ import annotations
 
+import contextlib
+import ctypes
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
 
@@ -15,8 +17,8 @@ import torch
 from torch import Tensor, nn
 
 from msrun.cluster.servers.ownership import Slice
-from msrun.parallel.servers.touches import Touches
 from msrun.parallel.servers.recipe import Recipe, Value, build_optimizer
+from msrun.parallel.servers.touches import Touches
 
 # Places in a slice and their gradients; None for all of its rows.
 _Part = tuple[Tensor | None, Tensor]
@@ -269,6 +271,12 @@ def added(parameter: nn.Parameter, parts: Iterable[_Part], *, is_sparse: bool) -
     return torch.sparse_coo_tensor(
         used[None], total, parameter.shape, is_coalesced=True, check_invariants=True
     )
+
+
+def trim() -> None:
+    """Return freed memory to the kernel, which keeps it otherwise where tensors lay beside it."""
+    with contextlib.suppress(AttributeError):  # of the C library of GNU
+        ctypes.CDLL(None).malloc_trim(0)
 
 
 def cut(weight: Tensor, table: str, count: int) -> dict[Slice, SliceState]:

@@ -20,8 +20,8 @@ from msrun.cluster.servers.events import Rules, ToHead, ToPeer, ToRank
 from msrun.cluster.servers.messages import Header, Message
 from msrun.cluster.servers.ownership import Table
 from msrun.errors import ProtocolError
-from msrun.parallel.servers.shared_memory import SHARED_BYTES_MIN, Offer, PeerRegion, SharedRegion
 from msrun.parallel.servers.recipe import Recipe
+from msrun.parallel.servers.shared_memory import SHARED_BYTES_MIN, Offer, PeerRegion, SharedRegion
 from msrun.transport.data_sockets import Buffer
 
 RANK = "rank"
