@@ -291,11 +291,12 @@ class CoordinatorState:
         done: dict[int, int],
         before: Ownership | None,
     ) -> None:
+        traffic = [pair for report in self._reports.values() for pair in report.traffic]
         owners = balance(
             self.tables,
             self.servers,
             before=before.owners if before else None,
-            traffic=self._traffic,
+            traffic=self._traffic | dict(traffic),
         )
         epoch = before.epoch + 1 if before else 1
         is_same = before is not None and before.clocks.keys() == clocks.keys()

@@ -232,6 +232,7 @@ class Frozen(
         clocks: Worker -> how many of its pushes are here.
         done: Worker -> the clock at which it left.
         saved: Versions of this epoch that are on disk.
+        traffic: Bytes of slices that were pulled and pushed here since it owns them.
     """
 
     term: Number
@@ -240,6 +241,7 @@ class Frozen(
     clocks: dict[int, Number]
     done: dict[int, Number]
     saved: list[Number]
+    traffic: list[tuple[Slice, float]] = []
 
 
 class Adopted(

@@ -106,6 +106,7 @@ class ServerState:
         disk: The snapshots on its disk.
         version: Optimizer steps that its rows have had.
         clocks: Worker -> how many of its pushes are here.
+        traffic: Slice -> bytes that were pulled and pushed, as the caller counts them.
     """
 
     server: int
@@ -117,6 +118,7 @@ class ServerState:
     version: int = 0
     clocks: dict[int, int] = field(default_factory=dict)
     done: dict[int, int] = field(default_factory=dict)
+    traffic: dict[Slice, float] = field(default_factory=dict)
     _before: Ownership | None = None
     _durable: Snapshot | None = None
     _lives: dict[int, int] = field(default_factory=dict)
@@ -487,6 +489,7 @@ class ServerState:
                 clocks=dict(self.clocks),
                 done=dict(self.done),
                 saved=sorted(kept.version for kept in self.disk if kept.epoch == self.epoch),
+                traffic=sorted(self.traffic.items()),
             )
         )
 

@@ -17,6 +17,7 @@ import sys
 import tempfile
 from collections import deque
 from collections.abc import Callable, Mapping
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -44,7 +45,7 @@ from msrun.cluster.servers.server import ServerState
 from msrun.cluster.tick import Tick
 from msrun.environ import ServersPlace
 from msrun.errors import ProtocolError, UsageError
-from msrun.parallel.servers.addresses import AddressBook, read_key
+from msrun.parallel.servers.addresses import AddressBook, read_count, read_key
 from msrun.parallel.servers.disk import ServerDisk, contents_of, slices_of
 from msrun.parallel.servers.head import Head
 from msrun.parallel.servers.rows import (
@@ -64,9 +65,11 @@ from msrun.parallel.servers.wire import (
     FirstContents,
     Hail,
     Packet,
+    Released,
     SessionPlan,
     Setup,
     WantContents,
+    Word,
     actor_of,
     decode,
     encode,
@@ -123,7 +126,11 @@ class ServerSession:
         self._adopt: Adopt | None = None
         self._first: dict[Slice, SliceState] = {}
         self._machine = ServerState(
-            server=server, life=life, rules=plan.rules, disk=disk.snapshots()
+            server=server,
+            life=life,
+            rules=plan.rules,
+            disk=disk.snapshots(),
+            traffic=self._rows.traffic,
         )
 
     def deadline(self) -> float | None:
@@ -212,6 +219,8 @@ class ServerSession:
                 rows[table] = self._rows.read(table, ids)
                 continue
             here = self._rows.here(table)
+            for piece, at_rest in here.items():
+                self._rows.count_bytes(piece, at_rest.rows)
             rows[table] = {
                 piece.index: [at_rest.rows, at_rest.state] if ids == STATE else at_rest.rows
                 for piece, at_rest in here.items()
@@ -249,14 +258,24 @@ class ServerProcess:
         self._connections: dict[int, DataConnection] = {}
         self._session: ServerSession | None = None
         self._head: Head | None = None
+        wanted = None
         if place.server == 0:
-            self._head = Head(ServerDisk(folder / "head"), place.count, self._send_of_head)
+            wanted = partial(read_count, place.directory)
+            count = place.count
+            if place.directory:
+                count = wanted() or count
+            self._head = Head(ServerDisk(folder / "head"), count, self._send_of_head)
         read, self._wake = os.pipe2(os.O_NONBLOCK | os.O_CLOEXEC)
         loop.watch(read, lambda: self._on_store(read))
         self._book = AddressBook(
-            master, place.count, self._store_changed, own=(place.server, address)
+            master,
+            place.count,
+            self._store_changed,
+            own=(place.server, address),
+            wanted=wanted,
         )
         self._is_known = False
+        self._counted = 0
         # For this process itself: the coordinator and server 0 talk to each other.
         self._inbox: deque[tuple[Packet, Any]] = deque()
 
@@ -277,7 +296,10 @@ class ServerProcess:
     def _on_store(self, read: int) -> None:
         os.read(read, 4096)
         session = self._book.session
+        if self._head:
+            self._head.known = tuple(self._book.addresses)
         if self._is_known or session is None:
+            self._scale()
             return
         # The ranks are in this session since before this process: it has started again.
         self._is_known = True
@@ -289,6 +311,12 @@ class ServerProcess:
             self._begin(plan)
         if self._head:
             self._head.go_on(session, self._loop.now())
+        self._scale()
+
+    def _scale(self) -> None:
+        """Have as many servers as the launcher says."""
+        if self._head and self._book.wanted:
+            self._head.scale(self._book.wanted, self._loop.now())
         self._settle()
 
     def _meet(self) -> None:
@@ -317,6 +345,9 @@ class ServerProcess:
         """Deliver what this process has sent to itself, one after the other."""
         while self._inbox:
             self._deliver(*self._inbox.popleft())
+        if self._head and self._head.total != self._counted:
+            self._counted = self._head.total
+            self._book.count(self._counted)
         if self._head and self._head.failure:
             self._loop.stop()
 
@@ -347,8 +378,14 @@ class ServerProcess:
                 self._disk.write_plan(word.plan)
                 self._begin(word.plan)
             self._send((HEAD, 0), Begun())
-        elif session is None or packet.session != session.plan.session:
-            return
+        elif session and packet.session == session.plan.session:
+            self._hear(session, word, payload)
+
+    def _hear(self, session: ServerSession, word: Word, payload: Any) -> None:
+        now = self._loop.now()
+        if isinstance(word, Released):
+            self._book.withdraw()
+            self._loop.stop()
         elif isinstance(word, Hail):
             session.want()
         elif isinstance(word, FirstContents):
@@ -381,6 +418,8 @@ class ServerProcess:
             self._inbox.append((packet, payload))
         elif connection := self._connection(number):
             connection.send(encode(packet, payload))
+        else:
+            self._book.search()
 
     def _connection(self, server: int) -> DataConnection | None:
         address = self._book.addresses.get(server)

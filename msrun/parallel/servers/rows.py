@@ -106,6 +106,8 @@ class ServerRows:
         self._counts = dict(slices)
         self._recipe = recipe
         self._live: dict[Slice, _Live] = {}
+        self.traffic: dict[Slice, float] = {}
+        """Slice -> bytes of its rows that were pulled and pushed since it is here."""
 
     @property
     def nbytes(self) -> int:
@@ -120,6 +122,7 @@ class ServerRows:
     def replace(self, contents: Mapping[Slice, SliceState]) -> None:
         """Own these slices, and no other."""
         self._live = {piece: self._revive(piece, state) for piece, state in contents.items()}
+        self.traffic.clear()
 
     def _revive(self, piece: Slice, at_rest: SliceState) -> _Live:
         parameter = nn.Parameter(at_rest.rows.clone())
@@ -149,7 +152,9 @@ class ServerRows:
         found = first.new_empty((len(ids), *first.shape[1:]), requires_grad=False)
         for piece, live in pieces.items():
             places = (ids % count == piece.index).nonzero().flatten()
-            found[places] = live.parameter.detach()[ids[places] // count]
+            rows = live.parameter.detach()[ids[places] // count]
+            found[places] = rows
+            self.count_bytes(piece, rows)
         return found
 
     def _pieces(self, table: str) -> dict[Slice, _Live]:
@@ -173,10 +178,17 @@ class ServerRows:
     def _part(self, piece: Slice, part: RowGradients | SliceGradients) -> _Part:
         """Return the places in a slice of the rows that are in it, and their gradients."""
         if isinstance(part, SliceGradients):
+            self.count_bytes(piece, part.values[piece.index])
             return None, part.values[piece.index]
         count = self._counts[piece.table]
         is_here = part.ids % count == piece.index
-        return part.ids[is_here] // count, part.values[is_here]
+        values = part.values[is_here]
+        self.count_bytes(piece, values)
+        return part.ids[is_here] // count, values
+
+    def count_bytes(self, piece: Slice, moved: Tensor) -> None:
+        """Note rows of a slice that were pulled or pushed."""
+        self.traffic[piece] = self.traffic.get(piece, 0.0) + moved.nbytes
 
 
 def _added(parameter: nn.Parameter, parts: Iterable[_Part], *, is_sparse: bool) -> Tensor:

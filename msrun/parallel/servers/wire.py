@@ -103,7 +103,11 @@ class JobEnds(Header, frozen=True, tag=True, kw_only=True, forbid_unknown_fields
     reason: str
 
 
-Word = Message | Setup | Begin | Begun | Hail | WantContents | FirstContents | JobEnds
+class Released(Header, frozen=True, tag=True, kw_only=True, forbid_unknown_fields=True):
+    """The coordinator tells a server that it is one too many, and has nothing that others lack."""
+
+
+Word = Message | Setup | Begin | Begun | Hail | WantContents | FirstContents | JobEnds | Released
 
 
 class Packet(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
