@@ -88,8 +88,8 @@ def assign_node_ranks(
         ]
     chosen = _pick(nodes, formation, previous, cold)
     if not previous:
-        order = sorted(chosen, key=lambda node_id: node_order(node_id, nodes[node_id]))
-        return order if first is None else _with_given(order, nodes, first)
+        ordered = sorted(chosen, key=lambda node_id: node_order(node_id, nodes[node_id]))
+        return ordered if first is None else _with_given(ordered, nodes, first)
     newcomers = [node_id for node_id in chosen if node_id not in previous]
     newcomers.sort(key=lambda node_id: node_order(node_id, nodes[node_id]))
     order: list[str] = []

@@ -52,7 +52,7 @@ from msrun.cluster.servers.messages import (
     ServerHello,
     SnapshotMissing,
 )
-from msrun.cluster.servers.ownership import Ownership, Slice, Table, balance
+from msrun.cluster.servers.ownership import Ownership, Slice, Table, balance, mirrored
 
 
 class Outstanding(msgspec.Struct, frozen=True):
@@ -307,6 +307,7 @@ class CoordinatorState:
             clocks=clocks,
             done=done,
             owners=owners,
+            copies=mirrored(owners, self.servers) if self.rules.replicas else {},
         )
         self._is_rollback = self._is_complete = False
         self._adopted.clear()

@@ -60,6 +60,7 @@ class Ownership(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields
         done: Worker -> the clock at which it left.
         owners: Table -> the server of each of its slices.
         branch: The first epoch with these workers: what was computed with others is another curve.
+        copies: Table -> the server that steps a hot copy of each of its slices; empty without any.
     """
 
     epoch: Count
@@ -68,6 +69,7 @@ class Ownership(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields
     done: dict[int, Count] = {}
     owners: dict[str, list[Count]]
     branch: Count = 1
+    copies: dict[str, list[Count]] = {}
 
     @property
     def workers(self) -> tuple[int, ...]:
@@ -76,17 +78,23 @@ class Ownership(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields
 
     @property
     def servers(self) -> tuple[int, ...]:
-        """The servers that own something."""
-        return tuple(sorted({server for owners in self.owners.values() for server in owners}))
+        """The servers that own something, or have copies."""
+        both = (*self.owners.values(), *self.copies.values())
+        return tuple(sorted({server for servers in both for server in servers}))
 
     def slices_of(self, server: int) -> list[Slice]:
-        """Return what `server` owns, in a fixed order."""
+        """Return what `server` owns or has copies of, in a fixed order."""
         return [
             Slice(table, index)
             for table, owners in sorted(self.owners.items())
             for index, owner in enumerate(owners)
-            if owner == server
+            if server in {owner, *self.copies.get(table, ())[index : index + 1]}
         ]
+
+    def peer_of(self, piece: Slice, server: int) -> int:
+        """Return which other server has a slice that `server` has."""
+        owner = self.owner_of(piece)
+        return self.copies[piece.table][piece.index] if owner == server else owner
 
     def owner_of(self, piece: Slice) -> int:
         """Return the server of a slice."""
@@ -132,6 +140,18 @@ def balance(
         table.name: [owner[Slice(table.name, index)] for index in range(table.slices)]
         for table in tables
     }
+
+
+def mirrored(owners: Mapping[str, list[int]], servers: Iterable[int]) -> dict[str, list[int]]:
+    """Return who has the copy of each slice: the server after its owner; nobody where it is alone.
+
+    Neighbours among servers are on different nodes where there are several.
+    """
+    ring = sorted(servers)
+    if len(ring) < 2:  # noqa: PLR2004 - a copy beside its original is none
+        return {}
+    after = dict(zip(ring, [*ring[1:], ring[0]], strict=True))
+    return {table: [after[owner] for owner in each] for table, each in owners.items()}
 
 
 def _level(owner: dict[Slice, int], load: dict[Slice, float], loads: dict[int, float]) -> None:

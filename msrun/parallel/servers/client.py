@@ -15,6 +15,7 @@ from collections import deque
 from collections.abc import Callable, Mapping
 from typing import Any
 
+import torch
 from torch import Tensor
 
 from msrun.cluster.servers.events import (
@@ -31,6 +32,7 @@ from msrun.cluster.servers.events import (
     WorkerLeft,
 )
 from msrun.cluster.servers.messages import AskOwnership, Pull, Push
+from msrun.cluster.servers.ownership import Ownership
 from msrun.cluster.servers.worker import WorkerPhase, WorkerState
 from msrun.cluster.tick import Tick
 from msrun.environ import ServersPlace
@@ -67,7 +69,7 @@ _LEAVE_SECONDS = 60.0
 Owners = Mapping[str, list[int]]
 # Table and numbers of its slices -> what a server begins with.
 Supply = Callable[[str, list[int]], dict[int, list[Any]]]
-_Divide = Callable[[Mapping[str, Any], Owners], dict[int, Any]]
+_Divide = Callable[[Mapping[str, Any], Ownership], dict[int, Any]]
 
 
 class PulledRows:
@@ -392,7 +394,7 @@ class ServersClient:
         """Return what of a pull or a push is for one server."""
         known, epoch, parts = self._split
         if known is not payload or epoch != machine.epoch:
-            parts = divide(payload, machine.ownership.owners if machine.ownership else {})
+            parts = divide(payload, machine.ownership) if machine.ownership else {}
             self._split = (payload, machine.epoch, parts)
         return parts.get(server, {})
 
@@ -406,7 +408,8 @@ class ServersClient:
         return connection is not None and connection.send(encode(packet, payload))
 
 
-def _divided_ask(ask: Mapping[str, Any], owners: Owners) -> dict[int, dict[str, Any]]:
+def _divided_ask(ask: Mapping[str, Any], ownership: Ownership) -> dict[int, dict[str, Any]]:
+    owners = ownership.owners
     parts: dict[int, dict[str, Any]] = {}
     for table, ids in ask.items():
         if isinstance(ids, Tensor):
@@ -418,16 +421,26 @@ def _divided_ask(ask: Mapping[str, Any], owners: Owners) -> dict[int, dict[str, 
     return parts
 
 
-def _divided_push(push: Mapping[str, Any], owners: Owners) -> dict[int, dict[str, Any]]:
-    servers = {server for each in owners.values() for server in each}
-    parts: dict[int, dict[str, Any]] = {server: {} for server in servers}
+def _divided_push(push: Mapping[str, Any], ownership: Ownership) -> dict[int, dict[str, Any]]:
+    """Return what each server gets: of the slices that it owns, and of those it has copies of."""
+    parts: dict[int, dict[str, Any]] = {server: {} for server in ownership.servers}
     for table, gradient in push["gradients"].items():
-        if isinstance(gradient, RowGradients):
-            for server, part in split_gradients(gradient, owners[table]).items():
-                parts[server][table] = [part.ids, part.values, part.is_sparse]
-            continue
-        count = len(owners[table])
-        for index, server in enumerate(owners[table]):
-            parts[server].setdefault(table, {})[index] = gradient[index::count]
+        for owners in filter(None, (ownership.owners[table], ownership.copies.get(table))):
+            if isinstance(gradient, RowGradients):
+                for server, part in split_gradients(gradient, owners).items():
+                    _add(parts[server], table, part)
+                continue
+            count = len(owners)
+            for index, server in enumerate(owners):
+                parts[server].setdefault(table, {})[index] = gradient[index::count]
     options = push["options"]
     return {server: {"gradients": part, "options": options} for server, part in parts.items()}
+
+
+def _add(parts: dict[str, Any], table: str, part: RowGradients) -> None:
+    """Add gradients of rows of which a server has no others yet."""
+    if table not in parts:
+        parts[table] = [part.ids, part.values, part.is_sparse]
+        return
+    ids, values, is_sparse = parts[table]
+    parts[table] = [torch.cat([ids, part.ids]), torch.cat([values, part.values]), is_sparse]

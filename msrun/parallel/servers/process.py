@@ -33,13 +33,15 @@ from msrun.cluster.servers.events import (
     LoadSnapshot,
     Saved,
     SaveSnapshot,
+    SendCopies,
     SendMessage,
     SendRows,
     SendSlices,
     ServerAction,
     ServerEvent,
+    TakeCopies,
 )
-from msrun.cluster.servers.messages import Adopt, Header
+from msrun.cluster.servers.messages import Adopt, FetchSlices, Header
 from msrun.cluster.servers.ownership import Slice
 from msrun.cluster.servers.server import ServerState
 from msrun.cluster.tick import Tick
@@ -94,6 +96,11 @@ def push_of(payload: Mapping[str, Any]) -> WorkerPush:
             ids, values, is_sparse = part
             gradients[table] = RowGradients(ids=ids, values=values, is_sparse=is_sparse)
     return WorkerPush(gradients=gradients, options=payload["options"])
+
+
+def _say(text: str) -> None:
+    """Tell the log of this server."""
+    print(f"msrun: this server {text}", flush=True)  # noqa: T201 - its log
 
 
 class ServerSession:
@@ -190,14 +197,34 @@ class ServerSession:
                 self._events.append(Saved(snapshot.epoch, snapshot.version))
             case DropSnapshots(which=which):
                 self._disk.drop(which)
-            case LoadSnapshot(epoch=epoch, version=version):
-                self._rows.replace(self._disk.load(epoch, version))
+            case SendSlices() | SendCopies():
+                self._lend(action)
+            case _:
+                self._replace(action)
+
+    def _lend(self, action: SendSlices | SendCopies) -> None:
+        """Send slices to another server, of a snapshot or as they are."""
+        asked = action.asked
+        if isinstance(asked, FetchSlices):
+            here = self._disk.load(asked.base, asked.version)
+            lent = {piece: here[piece] for piece in asked.slices}
+        else:
+            lent = {piece: self._rows.copy(piece) for piece in asked.slices}
+        self._send((SERVER, asked.server), action.message, contents_of(lent))
+
+    def _replace(self, action: ServerAction) -> None:
+        """Have other contents, or a part of those to come."""
+        match action:
             case KeepSlices(payload=payload):
                 self._kept |= slices_of(payload)  # type: ignore[arg-type]
-            case SendSlices(asked=asked, message=message):
-                here = self._disk.load(asked.base, asked.version)
-                lent = contents_of({piece: here[piece] for piece in asked.slices})
-                self._send((SERVER, asked.server), message, lent)
+            case LoadSnapshot(epoch=epoch, version=version):
+                self._kept = {}
+                self._rows.replace(self._disk.load(epoch, version))
+                _say(f"goes on from its snapshot of step {version}")
+            case TakeCopies():
+                kept, self._kept = self._kept, {}
+                self._rows.replace(kept)
+                _say(f"goes on with copies of step {self._machine.version}")
             case AssembleSlices():
                 self._assemble(action)
 
@@ -218,7 +245,12 @@ class ServerSession:
             if isinstance(ids, torch.Tensor):
                 rows[table] = self._rows.read(table, ids)
                 continue
-            here = self._rows.here(table)
+            owner = self._machine.ownership
+            here = {
+                piece: at_rest
+                for piece, at_rest in self._rows.here(table).items()
+                if owner is None or owner.owner_of(piece) == self._server
+            }
             for piece, at_rest in here.items():
                 self._rows.count_bytes(piece, at_rest.rows)
             rows[table] = {

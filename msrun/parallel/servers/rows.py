@@ -136,6 +136,10 @@ class ServerRows:
         """Return copies of all slices."""
         return {piece: live.at_rest() for piece, live in self._live.items()}
 
+    def copy(self, piece: Slice) -> SliceState:
+        """Return a slice as it is now, which no step changes."""
+        return self._live[piece].at_rest()
+
     def here(self, table: str | None = None) -> dict[Slice, SliceState]:
         """Return all slices, or those of a table, which the next step changes in place."""
         return {

@@ -44,15 +44,22 @@ class ServerParameters(ConfigSection, frozen=True, kw_only=True):
         sync: `true` adds the gradients of all ranks before each step, as one process would.  A
             mapping with `staleness` has servers step with each gradient that comes.
         snapshot: Snapshots of the servers.
+        replicas: 1 has the next server keep a hot copy of what each server owns, so that one that
+            is killed goes on at once.  For `sync: true`, and two servers or more.
     """
 
     params: list[str]
     sync: bool | Staleness = True
     snapshot: ServerSnapshots = ServerSnapshots()
+    replicas: int = 0
 
     def __post_init__(self) -> None:
         if self.sync is False:
             raise ValueError("sync: false sets no bound (choose true or {staleness: N})")
+        if self.replicas not in (0, 1):
+            raise ValueError(f"replicas: {self.replicas} (choose 0 or 1)")
+        if self.replicas and self.staleness:
+            raise ValueError("replicas: 1 needs sync: true, since copies do the same steps")
         if not self.params:
             raise ValueError("params: names no parameter")
 
