@@ -95,9 +95,9 @@ class PlanRule(ConfigSection, frozen=True, kw_only=True):
     Args:
         match: Pattern of module names, such as `layers.*.up`; `*` also matches dots.
         style: Name of a common sharding: `colwise`, `rowwise` and `embedding` shard the weight of
-            a `Linear` or `Embedding`, `vocab` keeps logits sharded by class, `sequence` shards dim
-            1 of input and output, `experts` shards every expert of a module with the weights of
-            all in 3-D parameters, and over the axis `ep` sends tokens to the ranks of experts,
+            a `Linear`, convolution or `Embedding`, `vocab` keeps logits sharded by class,
+            `sequence` shards dim 1 of input and output, `experts` shards every expert of a module
+            with 3-D parameters of all, and over the axis `ep` sends tokens to the ranks of experts,
             `context` computes the attention in these modules over the axis `cp`, whose ranks have
             consecutive tokens of each sequence.
         axis: Mesh axis of `style`; None takes the only axis beside `dp` and `pp`.

@@ -10,8 +10,10 @@ CPU, and refuses others.
 The idea.  Activations stay `DTensor`s, and while model, loss and recomputation run, a
 `TorchFunctionMode` sees every function that gets one:
 
-- A function of `VERIFIED` runs on shards.  `tests/torch/tensor/test_guard.py` compares each entry
-  with one process for every sharding, gradients included.
+- A function of `VERIFIED` runs on shards as torch has it, one of `ON_SHARDS` runs on each rank's
+  shard if it reads no sharded dim (`along`, `labels`, `channels`, `shard_functions`).
+  `tests/torch/tensor/test_guard.py` compares each entry with one process for every sharding,
+  gradients included.
 - `INSPECTING` functions say something about a tensor and compute nothing: they pass.
 - Attention (by heads), dropout (the mask of one process), embedding, cross entropy and `copy_` have
   an implementation here.
@@ -55,7 +57,7 @@ from torch.overrides import TorchFunctionMode
 from msrun.errors import ModelError
 from msrun.parallel import torch_compat
 from msrun.parallel.config import ROOT
-from msrun.parallel.tensor import shard_functions
+from msrun.parallel.tensor import along, channels, labels, shard_functions
 from msrun.parallel.tensor.attention import attend
 from msrun.parallel.tensor.placements import on_mesh
 
@@ -92,6 +94,15 @@ _VIEW_ERROR = "This view was created inside a custom Function"
 _LAYOUT_ERRORS = ("mixed torch.Tensor and DTensor", "autograd.Function with functorch transforms")
 # Functions that write their first argument, besides names such as `clamp_`.
 _WRITING = frozenset(["__setitem__", *(f"__i{name}__" for name in _ASSIGNING.split())])
+# Functions that run on each rank's shard, if no dim that they mix is sharded.
+_ON_SHARDS = {
+    **shard_functions.FUNCTIONS,
+    **shard_functions.VIEWS,
+    **along.FUNCTIONS,
+    **labels.FUNCTIONS,
+    **channels.FUNCTIONS,
+}
+ON_SHARDS = frozenset(func.__name__ for func in _ON_SHARDS)
 VERIFIED = frozenset(_VERIFIED.split())
 INSPECTING = frozenset(_INSPECTING.split())
 
@@ -126,22 +137,26 @@ class Guard(TorchFunctionMode):
         self._replicated = (Replicate(),) * mesh.ndim
         self._warned: set[str] = set()
         self._calls: set[tuple[Any, ...]] = set()
-        self._special: dict[Function, Function] = {
+        self._special = self._implementations()
+
+    def __getstate__(self) -> dict[str, Any]:
+        passing = ("shared", "_regions", "_special")
+        return {name: value for name, value in vars(self).items() if name not in passing}
+
+    def __setstate__(self, state: dict[str, Any]) -> None:
+        vars(self).update(state, shared=None, _regions=weakref.WeakSet())
+        self._special = self._implementations()
+
+    def _implementations(self) -> dict[Function, Function]:
+        """Return what runs instead of each function that has a form of ours."""
+        found: dict[Function, Function] = {
             functional.scaled_dot_product_attention: self._attend,
             functional.dropout: self._dropout,
             functional.cross_entropy: self._cross_entropy,
             functional.embedding: self._embed,
             Tensor.copy_: self._copy,
         }
-        for func in (*shard_functions.FUNCTIONS, *shard_functions.VIEWS):
-            self._special[func] = partial(self._run_each_shard, func)
-
-    def __getstate__(self) -> dict[str, Any]:
-        passing = ("shared", "_regions")
-        return {name: value for name, value in vars(self).items() if name not in passing}
-
-    def __setstate__(self, state: dict[str, Any]) -> None:
-        vars(self).update(state, shared=None, _regions=weakref.WeakSet())
+        return found | {func: partial(self._run_each_shard, func) for func in _ON_SHARDS}
 
     @contextlib.contextmanager
     def active(self) -> Iterator[None]:
@@ -214,7 +229,7 @@ class Guard(TorchFunctionMode):
         if name not in VERIFIED or func in self._special:
             self._require_guarded(name)
         if args and isinstance(args[0], Tensor) and _is_writing(name, kwargs):
-            is_verified = name in VERIFIED or func in self._special
+            is_verified = name in VERIFIED or (func in self._special and func not in _ON_SHARDS)
             if not is_verified or not isinstance(args[0], DTensor):
                 return self._write(func, name, args, kwargs)
         args = tuple(map(self._as_dtensor, args))
@@ -355,7 +370,7 @@ class Guard(TorchFunctionMode):
         name = func.__name__
         tensors = [*_dtensors(args), *_dtensors(tuple(options.values()))]
         is_view = func in shard_functions.VIEWS
-        on_shard = (shard_functions.VIEWS if is_view else shard_functions.FUNCTIONS)[func]
+        on_shard = _ON_SHARDS[func]
         if all(map(shard_functions.is_even, tensors)):
             result = None
             if not is_view or shard_functions.is_packed(tensors[0]):

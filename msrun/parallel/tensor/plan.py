@@ -39,8 +39,8 @@ class ModuleShape(msgspec.Struct, frozen=True, kw_only=True):
 
     Args:
         kind: Name of its class.
-        base: Class whose styles it takes: `Linear`, `Embedding`, `Conv1D` or `Experts`; empty if
-            it takes `sequence` alone.
+        base: Class whose styles it takes: `Linear`, `Embedding`, `Conv1D`, `Experts`, `Conv` (a
+            convolution), `ConvTranspose` or `GroupedConv`; empty if it takes `sequence` alone.
         params: Name of each parameter of the module itself -> its shape.
         shared: Parameter -> its further names in the model, if it has several.
         adapters: Of a LoRA layer, the names of its modules: the layer that it adapts, those of
@@ -251,7 +251,7 @@ def _styled(
     last_sharded: Dims = [UNSHARDED_DIMS, axis]
     columns: dict[str, Dims] = {"weight": [axis, None], "bias": [axis]}
     experts: dict[str, Dims] = {"gate_up_proj": [None, axis, None], "down_proj": [None, None, axis]}
-    styles: dict[tuple[str, str], tuple[Mapping[str, Dims], Dims, Dims]] = {
+    styles: dict[tuple[str, str], tuple[Mapping[str, Dims], Dims | None, Dims]] = {
         ("colwise", "Linear"): (columns, unsharded, last_sharded),
         ("vocab", "Linear"): (columns, unsharded, last_sharded),
         ("rowwise", "Linear"): ({"weight": [None, axis], "bias": [None]}, last_sharded, unsharded),
@@ -261,6 +261,7 @@ def _styled(
         ("colwise", "Conv1D"): ({"weight": [None, axis], "bias": [axis]}, unsharded, last_sharded),
         ("rowwise", "Conv1D"): ({"weight": [axis, None], "bias": [None]}, last_sharded, unsharded),
         ("experts", "Experts"): (experts, unsharded, unsharded),
+        **_convolutions(axis, len(module.params.get("weight", ()))),
     }
     if style == "sequence":
         # Shape (batch, sequence, ...): every rank has a part of each sequence.
@@ -289,6 +290,27 @@ def _styled(
         out_parts=rule.parts,
         is_local=style == "experts",
     )
+
+
+def _convolutions(
+    axis: str, ndim: int
+) -> dict[tuple[str, str], tuple[Mapping[str, Dims], Dims | None, Dims]]:
+    """Return the styles of convolutions over channels, whose weights have `ndim` dims.
+
+    The weight is (out, in, ...), or (in, out, ...) of a transposed one.  Groups keep the channels
+    of their input, so that they take it as it comes.
+    """
+    sizes: Dims = [None] * max(ndim - 2, 0)
+    first, second = [axis, None, *sizes], [None, axis, *sizes]
+    whole: Dims = [UNSHARDED_DIMS]
+    channels: Dims = [None, axis, UNSHARDED_DIMS]
+    return {
+        ("colwise", "Conv"): ({"weight": first, "bias": [axis]}, whole, channels),
+        ("rowwise", "Conv"): ({"weight": second, "bias": [None]}, channels, whole),
+        ("colwise", "ConvTranspose"): ({"weight": second, "bias": [axis]}, whole, channels),
+        ("rowwise", "ConvTranspose"): ({"weight": first, "bias": [None]}, channels, whole),
+        ("colwise", "GroupedConv"): ({"weight": first, "bias": [axis]}, None, channels),
+    }
 
 
 def _routed(key: str, name: str, module: ModuleShape) -> ModulePlan:
