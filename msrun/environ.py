@@ -29,6 +29,7 @@ SERVERS_DIR = "MSRUN_SERVERS_DIR"
 SERVER_ADDR = "MSRUN_SERVER_ADDR"
 # In that directory, the hexadecimal digits of their secret; no file with --insecure.
 SERVERS_KEY = "key"
+SERVERS_COUNT = "count"
 # From `msrun verify` to rank 0: the file for its report.
 VERIFY = "MSRUN_VERIFY"
 OMP_THREADS = "OMP_NUM_THREADS"
@@ -390,6 +391,8 @@ def server_env(
         **_servers_env(servers),
         ROLE: "server",
         SERVER_ID: str(number),
+        # After `msrun scale` it may be one too many, and lives until others have its rows.
+        SERVER_NUM: str(max(servers.total, number + 1)),
         "MS_ROLE": "MS_PSERVER",
         "TORCHELASTIC_ERROR_FILE": error_file,
     }

@@ -131,6 +131,7 @@ class JobSpec(msgspec.Struct, frozen=True, kw_only=True):
         node_rank: Rank of this node, None when the scheduler decides.
         node_name: Name of a process that was started by hand, which is a node of its own; local
             ranks count over all such nodes of one machine.  Empty for a node of msrun.
+        is_server: A process that was started by hand has a parameter server and no worker.
         beside: How many other nodes of this job began on this machine before, where ranks are
             assigned.
         device: Index of the only device that this node's only worker sees; None takes the
@@ -203,6 +204,7 @@ class JobSpec(msgspec.Struct, frozen=True, kw_only=True):
     servers: int = 0
     node_rank: int | None = None
     node_name: str = ""
+    is_server: bool = False
     beside: int = 0
     device: int | None = None
     master_addr: str | None = None

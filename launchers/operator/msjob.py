@@ -94,6 +94,9 @@ def read_spec(job: Object) -> MSJobSpec:
     if "Scheduler" in roles and roles["Scheduler"].replicas > 1:
         found = roles["Scheduler"].replicas
         raise BadSpecError(f"spec.msReplicaSpecs.Scheduler.replicas: {found} (at most 1)")
+    if "Scheduler" not in roles and "PS" in roles and roles["PS"].replicas:
+        where = "spec.msReplicaSpecs.PS"
+        raise BadSpecError(f"{where}: servers need a Scheduler, through which workers find them")
     success = spec.get("successPolicy") or ""
     if success not in ("", "AllWorkers"):
         raise BadSpecError(f'spec.successPolicy: {success} (choose "" or AllWorkers)')

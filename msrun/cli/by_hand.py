@@ -1,8 +1,9 @@
 """A process of a cluster that is started by hand: variables take the place of options.
 
 `msrun.worker.by_hand` makes it of a script.  With `MS_ROLE=MS_WORKER` it is the agent of
-a node with one worker, which runs that script; with `MS_ROLE=MS_SCHED` it keeps the
-scheduler, which belongs to no node.
+a node with one worker, which runs that script; with `MS_ROLE=MS_PSERVER` that of a node with one
+parameter server and no worker; with `MS_ROLE=MS_SCHED` it keeps the scheduler, which belongs to no
+node.
 """
 
 from __future__ import annotations
@@ -12,7 +13,7 @@ import os
 import re
 import sys
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import NoReturn
 
@@ -31,17 +32,19 @@ from msrun.cli.system import RealSystem, System
 from msrun.environ import Pod
 from msrun.errors import UsageError
 from msrun.identity import Hand
-from msrun.job import JobSpec
+from msrun.job import SERVERS_MAX, Framework, JobSpec
 from msrun.units import PORT_MAX, shown
 
-_SCHEDULER, _WORKER = "MS_SCHED", "MS_WORKER"
-_SERVERS = ("MS_PSERVER", "MS_SERVER")
+_SCHEDULER, _WORKER, _SERVER = _ROLES = ("MS_SCHED", "MS_WORKER", "MS_PSERVER")
 # The program is always a Python command, even if the environment has one of these options.
 _OF_PROGRAMS = (options.MODULE, options.NO_PYTHON, options.RUN_PATH)
 _WORKERS_MAX = 999_999
 _NUMBER = re.compile(r"[0-9]{1,9}")
 _NAME = re.compile(r"[A-Za-z0-9][A-Za-z0-9_.-]{0,63}")
-_ALIKE = f"{Hand.HOST}, {Hand.PORT} and {Hand.WORKERS} are the same in every process of a cluster"
+_ALIKE = (
+    f"{Hand.HOST}, {Hand.PORT}, {Hand.WORKERS} and {Hand.SERVERS} are the same in every process of "
+    "a cluster"
+)
 
 
 def main(words: list[str]) -> NoReturn:
@@ -56,18 +59,21 @@ class _Membership:
     """What the variables say.
 
     Args:
-        is_worker: Whether it is a worker, or the scheduler.
+        role: What it is.
         host: Host of the scheduler.
         port: Port of the scheduler.
         workers: Workers of the cluster.
-        rank: This worker's rank, None when the scheduler decides.
+        servers: Parameter servers of the cluster.
+        rank: This worker's rank, or the number of this server behind all ranks; None when the
+            scheduler decides.
         name: What tells this process from others on its machine; empty leaves it to us.
     """
 
-    is_worker: bool
+    role: str
     host: str
     port: int
     workers: int
+    servers: int
     rank: int | None
     name: str
 
@@ -96,7 +102,7 @@ def take_place(words: Sequence[str], system: System) -> int:
     membership = _read(env)
     prepared = _prepare(membership, words, env)
     job, machine = prepared.plan.job, prepared.plan.machine
-    if not membership.is_worker:
+    if membership.role == _SCHEDULER:
         if not job.serves:
             raise UsageError(
                 f"environment {Hand.HOST}={membership.host} is no address of this machine",
@@ -110,22 +116,15 @@ def take_place(words: Sequence[str], system: System) -> int:
     say_notes(prepared.notes)
     device = _device(env, len(machine.devices))
     name = membership.name or f"{os.getpid():07}-{system.token()}"
-    job = _as_worker(job, membership.rank, name, device)
+    job = _as_node(job, membership, name, device)
     return prepared.launcher.submit(prepared.launcher.plan(job, machine))
 
 
 def _read(env: Mapping[str, str]) -> _Membership:
     role = env.get(Hand.ROLE, "")
-    if role in _SERVERS or env.get(Hand.SERVERS, "0") not in ("", "0"):
-        asking = Hand.ROLE if role in _SERVERS else Hand.SERVERS
+    if role not in _ROLES:
         raise UsageError(
-            f"environment {asking}={shown(env[asking])}: a cluster that is started by hand has no "
-            "parameter servers in this version",
-            hint="msrun --server-num starts them beside the workers",
-        )
-    if role not in (_SCHEDULER, _WORKER):
-        raise UsageError(
-            f"environment {Hand.ROLE}={shown(role)} is no role (choose {_SCHEDULER} or {_WORKER})"
+            f"environment {Hand.ROLE}={shown(role)} is no role (choose {', '.join(_ROLES)})"
         )
     for needed in (Hand.HOST, Hand.PORT, Hand.WORKERS):
         if not env.get(needed):
@@ -133,13 +132,22 @@ def _read(env: Mapping[str, str]) -> _Membership:
                 f"environment {Hand.ROLE}={role} is set and {needed} is not", hint=_ALIKE
             )
     workers = _number(env, Hand.WORKERS, 1, _WORKERS_MAX)
-    is_worker = role == _WORKER
-    rank, name = _node_id(env, workers) if is_worker else (None, "")
+    servers = _number(env, Hand.SERVERS, 0, SERVERS_MAX) if env.get(Hand.SERVERS) else 0
+    if role == _SERVER and not servers:
+        given = f"{Hand.SERVERS}=0" if env.get(Hand.SERVERS) else f"no {Hand.SERVERS}"
+        raise UsageError(f"environment {Hand.ROLE}={role} is set, and {given}", hint=_ALIKE)
+    rank, name = None, ""
+    if role == _WORKER:
+        rank, name = _node_id(env, "rank", Hand.WORKERS, workers)
+    elif role == _SERVER:
+        number, name = _node_id(env, "number of a server", Hand.SERVERS, servers)
+        rank = None if number is None else workers + number
     return _Membership(
-        is_worker=is_worker,
+        role=role,
         host=env[Hand.HOST],
         port=_number(env, Hand.PORT, 1, PORT_MAX),
         workers=workers,
+        servers=servers,
         rank=rank,
         name=name,
     )
@@ -154,20 +162,20 @@ def _number(env: Mapping[str, str], name: Hand, least: int, most: int) -> int:
     return int(text)
 
 
-def _node_id(env: Mapping[str, str], workers: int) -> tuple[int | None, str]:
-    """Return the rank or the name that a worker was given."""
+def _node_id(env: Mapping[str, str], what: str, total: Hand, count: int) -> tuple[int | None, str]:
+    """Return the number or the name that a worker or server was given."""
     text = env.get(Hand.NODE_ID, "")
     if not _NUMBER.fullmatch(text):
         if text and not _NAME.fullmatch(text):
             raise UsageError(
-                f"environment {Hand.NODE_ID}={shown(text)} must be a rank, or 1 to 64 letters, "
+                f"environment {Hand.NODE_ID}={shown(text)} must be a {what}, or 1 to 64 letters, "
                 "digits, '_', '.' or '-'"
             )
         return None, text
-    if int(text) >= workers:
+    if int(text) >= count:
         raise UsageError(
-            f"environment {Hand.NODE_ID}={text} is no rank of {Hand.WORKERS}={workers} "
-            f"(choose {span(workers)})"
+            f"environment {Hand.NODE_ID}={text} is no {what} of {total}={count} "
+            f"(choose {span(count)})"
         )
     return int(text), ""
 
@@ -187,13 +195,16 @@ def _device(env: Mapping[str, str], devices: int) -> int | None:
 
 def _prepare(who: _Membership, words: Sequence[str], env: Mapping[str, str]) -> Prepared:
     """Return the job as on a node of several with one worker."""
-    chosen = hashlib.sha256(repr((who.host, who.port, who.workers)).encode()).hexdigest()[:6]
+    words_of_all = (who.host, who.port, who.workers, *([who.servers] if who.servers else ()))
+    chosen = hashlib.sha256(repr(words_of_all).encode()).hexdigest()[:6]
     given: list[tuple[Option[object], str, str]] = [
         (options.MASTER_ADDR, Hand.HOST, who.host),
         (options.MASTER_PORT, Hand.PORT, str(who.port)),
         (options.WORKER_NUM, Hand.WORKERS, str(who.workers)),
         # One worker meets its scheduler as many do, and not as a job that is alone.
-        (options.NNODES, "--nnodes", f"1:{max(who.workers, 2)}"),
+        (options.NNODES, "--nnodes", f"1:{max(who.workers + who.servers, 2)}"),
+        # Each is a node, and not beside workers.
+        (options.SERVER_NUM, Hand.SERVERS, "0"),
         (options.WORKERS_PER_NODE, "--workers-per-node", "1"),
         (options.LAUNCHER, "--launcher", "dynamic"),
         *((option, option.flag, "false") for option in _OF_PROGRAMS),
@@ -213,7 +224,7 @@ def _prepare(who: _Membership, words: Sequence[str], env: Mapping[str, str]) -> 
         spellings={option: spelling for option, spelling, _ in given},
         program=("python", *words),
     )
-    system = _System(listens=not who.is_worker)
+    system = _System(listens=who.role == _SCHEDULER)
     request = read_request(line, TABLE, system)
     stays = request.settings.get(options.JOIN)
     if stays and not stays.value:
@@ -221,16 +232,25 @@ def _prepare(who: _Membership, words: Sequence[str], env: Mapping[str, str]) -> 
             f"{stays.cite()}: a process that is started by hand waits for the end of the job",
             hint="end its command with & instead",
         )
-    return prepare(request, system)
+    prepared = prepare(request, system)
+    job = structs.replace(prepared.plan.job, servers=who.servers)
+    if who.servers and job.framework is Framework.MINDSPORE:
+        raise UsageError(
+            f"environment {Hand.SERVERS}={who.servers}: servers are for workers of torch, and "
+            "--framework mindspore has none",
+            hint="leave one of them out",
+        )
+    return replace(prepared, plan=structs.replace(prepared.plan, job=job))
 
 
-def _as_worker(job: JobSpec, rank: int | None, name: str, device: int | None) -> JobSpec:
-    """Return `job` for a process that runs one worker and no scheduler."""
+def _as_node(job: JobSpec, who: _Membership, name: str, device: int | None) -> JobSpec:
+    """Return `job` for a process that runs one worker or server and no scheduler."""
     return structs.replace(
         job,
         serves=False,
+        is_server=who.role == _SERVER,
         store_port=0,  # each process of a machine is a node
-        node_rank=rank,
+        node_rank=who.rank,
         node_name=name,
         device=device,
         tail_local=None,

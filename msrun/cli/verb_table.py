@@ -30,7 +30,9 @@ VERBS = {
     "stacks": Verb("msrun.cli.verbs.inspect:stacks", "Show the stack of every rank."),
     "signal": Verb("msrun.cli.verbs.control:send_signal", "Send a signal to workers."),
     "drain": Verb("msrun.cli.verbs.control:drain", "Let a node leave a job that goes on."),
-    "scale": Verb("msrun.cli.verbs.control:scale", "Change the number of nodes of a job."),
+    "scale": Verb(
+        "msrun.cli.verbs.control:scale", "Change the number of servers or nodes of a job."
+    ),
     "stop": Verb("msrun.cli.verbs.control:stop", "Stop a job."),
     "convert": Verb("msrun.cli.verbs.convert:convert", "Turn a checkpoint into one file, or back."),
     "ranktable": Verb(

@@ -25,3 +25,16 @@ def hand_over(directory: Path, secret: bytes | None, job_id: str) -> None:
     if secret is not None and not path.exists():
         key = hkdf(secret, f"msrun servers {job_id}".encode())
         write_private(str(path), key.hex())
+
+
+def count(directory: Path, total: int) -> None:
+    """Write how many servers there are, for server 0.
+
+    Raises:
+        OSError: It cannot be written.
+    """
+    path = directory / environ.SERVERS_COUNT
+    new = path.with_suffix(".new")
+    new.unlink(missing_ok=True)
+    write_private(str(new), str(total))
+    new.replace(path)

@@ -1,8 +1,8 @@
 """Turns a script that was started by hand into a node of a cluster, in the same process.
 
-The process becomes the agent of a node with one worker, or the host of the scheduler, by
-`exec`: it keeps its pid, its terminal and its place in the user's shell, and the script
-begins again as that worker.
+The process becomes the agent of a node with one worker or one parameter server, or the host of
+the scheduler, by `exec`: it keeps its pid, its terminal and its place in the user's shell, and the
+script begins again as that worker.
 """
 
 from __future__ import annotations
@@ -20,6 +20,7 @@ from msrun.units import shown
 _STANDARD = (0, 1, 2)
 _BECOMES = {
     "MS_SCHED": "the script goes no further, since this process has the scheduler",
+    "MS_PSERVER": "the script goes no further, since this process has a parameter server",
     "MS_WORKER": "the script begins again as a worker of this process",
 }
 

@@ -104,7 +104,7 @@ def test_help_shows_the_default_that_the_job_has(msrun, option):
 # What no option fills by itself.
 FILLED_BY_CODE = {
     *("program", "cwd", "nnodes_min", "nnodes_max", "node_name", "device", "serves", "beside"),
-    *("stop_signals", "store_port", "is_replaced"),
+    *("stop_signals", "store_port", "is_replaced", "is_server"),
     *("listen_host", "address", "parallel", "rank_table", "emit_rank_table", "detach"),
     *("restarts.backoff_initial", "restarts.backoff_max", "restarts.early"),
 }

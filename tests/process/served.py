@@ -9,11 +9,11 @@ TRAIN = """
 
     def build():
         torch.manual_seed(0)
-        return nn.Sequential(nn.EmbeddingBag(100, 4), nn.Linear(4, 1))
+        return nn.Sequential(nn.EmbeddingBag(1200, 4), nn.Linear(4, 1))
 
     def batch(step):
         draw = torch.Generator().manual_seed(step)
-        return torch.randint(0, 100, (4, 3), generator=draw), torch.rand(4, 1, generator=draw)
+        return torch.randint(0, 1200, (4, 3), generator=draw), torch.rand(4, 1, generator=draw)
 
     def wait_for(name):
         print("at", name)

@@ -1,10 +1,13 @@
 """Parameter servers are processes of the job: they outlive its workers, and nothing outlives it."""
 
 import json
+import re
 import signal
 import subprocess
 import sys
+import textwrap
 
+import psutil
 import pytest
 from served import TRAIN
 from support import PATIENCE, environment, kill, script, until
@@ -63,6 +66,51 @@ def test_a_killed_server_comes_back_alone_and_outlives_a_killed_worker(train, tm
     assert "[msrun] server 1 starts again, restart 1\n" in (job.logs / "server_1.log").read_text()
 
 
+def scale(job, servers):
+    words = [sys.executable, "-m", "msrun", "scale", job.name, "--servers", str(servers)]
+    done = subprocess.run(words, env=environment(job.runtime), capture_output=True, check=True)
+    return done.stderr.decode()
+
+
+def epoch(job, number):
+    """Return the bytes of each server from an epoch on, which the log of server 0 tells."""
+    line = f"msrun: epoch {number} from step "
+    log = until(lambda: said(job, line), f"for {line!r}", pause=0.1)
+    return [int(size) for size in re.findall(r"(\d+) bytes on server", log)]
+
+
+def said(job, line):
+    log = (job.logs / "server_0.log").read_text()
+    return next((each for each in log.splitlines() if each.startswith(line)), None)
+
+
+def test_servers_come_and_go_while_a_job_runs(train, tmp_path):
+    job = train()
+    before = epoch(job, 1)
+    assert scale(job, 3) == f"msrun: job {job.name} goes from 2 to 3 parameter server(s)\n"
+    more = epoch(job, 2)
+    (tmp_path / "go1").touch()
+    job.until_logged("at go3", 0, 1)
+    scale(job, 1)
+    fewer = epoch(job, 3)
+    rows = until(lambda: only(status(job)["servers"]), "for one server", pause=0.1)
+    (tmp_path / "go3").touch()
+
+    assert job.wait() == 0
+    assert "equal" in job.log(0)
+    assert rows == [0]
+    total = sum(before)
+    for sizes in (before, more, fewer):
+        assert sum(sizes) == total
+        assert sizes == [pytest.approx(total / len(sizes), rel=0.2)] * len(sizes)
+    assert [len(before), len(more), len(fewer)] == [2, 3, 1]
+
+
+def only(rows):
+    numbers = [row["server"] for row in rows]
+    return numbers if len(numbers) == 1 else None
+
+
 def test_a_server_that_is_not_started_again_is_the_root_cause(train):
     job = train()
     kill(job.find("msrun server 1"))
@@ -93,3 +141,29 @@ def test_a_server_that_cannot_keep_snapshots_is_the_root_cause(msrun, tmp_path):
     assert job.wait() == 1
     assert "error: server 0 (node HOST, pid N) exited with code 1 after Ns" in job.block()
     assert "/dev/null/no" in job.verdict()["root"]["error"]
+
+
+def below(terminal, name):
+    """Return the processes with this name that the process of a terminal has started."""
+    family = psutil.Process(terminal.process.pid).children(recursive=True)
+    return [each for each in family if name in " ".join(each.cmdline())]
+
+
+def test_servers_by_hand_are_nodes_of_their_own(cluster, tmp_path):
+    """MindSpore's words: each process is started by its user, in any order."""
+    (tmp_path / "servers.yaml").write_text("servers: {params: ['0.weight']}")
+    given = {"workers": 2, "MS_SERVER_NUM": 2, "MSRUN_PARALLEL": "servers.yaml"}
+    program = script(tmp_path, f"import msrun; msrun.join()\n{textwrap.dedent(TRAIN)}")
+    servers = [
+        cluster.start("MS_PSERVER", program, MS_NODE_ID=node_id, **given) for node_id in ("1", "x")
+    ]
+    cluster.start("MS_SCHED", program, **given)
+    workers = [cluster.start("MS_WORKER", program, **given) for _ in range(2)]
+    for number, server in zip((1, 0), servers, strict=True):
+        until(lambda: below(server, f"msrun server {number}"), "for a server", seconds=90)  # noqa: B023 - at once
+    for name in ("go1", "go3"):
+        (tmp_path / name).touch()
+
+    assert [process.wait(90) for process in cluster.processes] == [0] * 5
+    assert all(worker.out.splitlines()[-1].endswith("equal") for worker in workers)
+    assert all("this process has a parameter server" in server.err for server in servers)

@@ -11,6 +11,7 @@ from msrun.cluster.wire.messages import (
     Refused,
     Register,
     Restarting,
+    Serve,
     ServerFailed,
     ServersChanged,
     Start,
@@ -71,6 +72,8 @@ def show_message(body):  # noqa: C901, PLR0911, PLR0912 - one line a message
         case Stop():
             servers = " with servers" if body.servers else ""
             return f"Stop {signal.Signals(body.signum).name}{servers} reason={body.reason!r}"
+        case Serve():
+            return f"Serve {body.servers} of {body.total}"
         case Restarting():
             count = f"{body.restart} of {body.max_restarts}"
             return f"Restarting {count} delay={body.delay:g} reason={body.reason!r}"

@@ -33,6 +33,7 @@ from msrun.cluster.wire.control_messages import (
     Log,
     Nodes,
     Ranks,
+    ScaleServers,
     ServerPage,
     SignalJob,
     Stacks,
@@ -99,6 +100,9 @@ class ControlScript(SchedulerScript):
 
     def drain(self, node):
         return ("", DrainNode(node=node))
+
+    def scale(self, servers):
+        return ("", ScaleServers(servers=int(servers)))
 
     def send_signal(self, name, first=None, last=None):
         ranks = [] if first is None else [(int(first), int(last or first))]

@@ -35,6 +35,7 @@ from msrun.cluster.wire.messages import (
     Refused,
     Register,
     Restarting,
+    Serve,
     ServerFailed,
     Start,
     Stop,
@@ -284,6 +285,8 @@ class SchedulerScript(Script):
                 nodes = " ".join(f"{m.node_id}:{m.first_rank}+{m.count}" for m in record.members)
                 spent = f"failures={record.restarts} losses={record.losses}"
                 return f"write GenerationStarted {record.generation} {nodes} {spent}"
+            case scheduler_events.Write(record=wal.ServersScaled(total=total)):
+                return f"write ServersScaled {total}"
             case scheduler_events.Write(record=wal.Excluded(node_id=node, why=why)):
                 return f"write Excluded {node} {why!r}"
             case scheduler_events.Write(record=wal.Decided(verdict=verdict)):
@@ -352,6 +355,9 @@ class AgentScript(Script):
             "Refused": lambda code="2": Refused(reason="install the same", code=int(code)),
             "Waiting": lambda spare="no": Waiting(
                 reason="1 of 2 nodes registered: a", spare=spare == "yes"
+            ),
+            "Serve": lambda servers, total: Serve(
+                servers=[int(n) for n in servers.split(",") if n], total=int(total)
             ),
             "Drained": Drained,
         }[message]
@@ -457,6 +463,8 @@ class AgentScript(Script):
                 return f"start-server {server} restarts={restarts}"
             case agent_events.SignalServers(servers=servers, signum=signum):
                 return f"signal {signal.Signals(signum).name} servers={list(servers)}"
+            case agent_events.CountServers(total=total):
+                return f"count-servers {total}"
             case agent_events.Announce(restarting=restarting):
                 return f"announce {show_message(restarting)}"
             case agent_events.Conclude(verdict=verdict):

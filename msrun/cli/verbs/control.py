@@ -16,7 +16,7 @@ from msrun.cli.options.words import read_words
 from msrun.cli.output import answer, say
 from msrun.cli.verbs import elsewhere
 from msrun.errors import UsageError
-from msrun.job import LOOPBACK, SCHEDULER_LOOPBACK
+from msrun.job import LOOPBACK, SCHEDULER_LOOPBACK, SERVERS_MAX
 from msrun.units import PORT_MAX
 
 if TYPE_CHECKING:
@@ -40,8 +40,8 @@ DRAIN = (
 SIGNAL = "Send SIGNAL, such as USR1 or 10, to the workers of JOB."
 
 SCALE = (
-    "Have JOB, which Kubernetes runs with --nnodes MIN:MAX, go on with N nodes.  Nodes beyond the "
-    "first N leave; new ones join."
+    "Have JOB go on with other parameter servers, or, where Kubernetes runs it with --nnodes "
+    "MIN:MAX, with N nodes.  Nodes beyond the first N leave; new ones join."
 )
 
 _WHICH = (
@@ -62,6 +62,9 @@ WHERE = (
 )
 JSON = click.Option(["--json"], is_flag=True, help="JSON on stdout.")
 NODES = click.Option(["--nodes"], metavar="N", help="Nodes that the job is to have.")
+SERVERS = click.Option(
+    ["--servers"], metavar="N", help="Parameter servers that the job is to have, from now on."
+)
 _NODES_MAX = 1_000_000
 
 
@@ -174,14 +177,30 @@ def drain(args: Sequence[str], system: System) -> int:
 
 
 def scale(args: Sequence[str], system: System) -> int:
-    """Say how nodes of a job that runs here come and go; launchers elsewhere scale theirs."""
-    given = parse("scale", SCALE, args, NODES, JSON)
+    """Change the number of servers, or say how nodes of a job come and go that runs here."""
+    given = parse("scale", SCALE, args, NODES, SERVERS, JSON)
+    if given["servers"] is not None:
+        if given["nodes"] is not None:
+            raise UsageError("--servers and --nodes are two changes: give one at a time")
+        from msrun.cluster.wire.control_messages import ScaleServers
+
+        return _order(given, ScaleServers(servers=_parse_servers(given)), system)
+    if given["nodes"] is None:
+        raise UsageError("msrun scale needs --servers N, or --launcher kubernetes and --nodes N")
     parse_nodes(given)
     job = find(given, system).job_id
     raise UsageError(
-        f"msrun scale needs --launcher kubernetes: nothing starts nodes of job {job} by itself",
+        "msrun scale --nodes needs --launcher kubernetes: nothing starts nodes of job "
+        f"{job} by itself",
         hint=f"to grow, start msrun on one more node; to shrink: msrun drain {job} NODE",
     )
+
+
+def _parse_servers(given: dict[str, Any]) -> int:
+    try:
+        return parsers.whole(1, SERVERS_MAX)(given["servers"])
+    except UsageError as error:
+        raise UsageError(f"--servers {error.message}") from None
 
 
 def parse_nodes(given: dict[str, Any]) -> int:

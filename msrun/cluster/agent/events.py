@@ -171,6 +171,12 @@ class SignalServers(msgspec.Struct, frozen=True):
     signum: int
 
 
+class CountServers(msgspec.Struct, frozen=True):
+    """Let server 0, if it is here, and what starts from now on know how many servers there are."""
+
+    total: int
+
+
 class Announce(msgspec.Struct, frozen=True):
     """Tell the user that the job goes on after a failure."""
 
@@ -198,6 +204,7 @@ Action = (
     | SweepGeneration
     | StartServer
     | SignalServers
+    | CountServers
     | Announce
     | Tell
     | Conclude

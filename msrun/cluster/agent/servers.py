@@ -5,10 +5,11 @@ generations of workers, so none of this is the scheduler's: a server that ends w
 started again alone, on its own node, at once or after a pause.  Its policy is that of workers, one
 budget each.  When the budget is spent, the scheduler gets a `ServerFailed` and ends the job.
 
-Two ends of a server are not its failure:
+Three ends of a server are not its failure:
 
 - *The node is cut off*, or the scheduler has forgotten it: its place may become another node's.  So
   its servers are killed, and `begin` starts those of its next place.
+- *It is one server too many*, after `msrun scale`.  It gives away its rows, and ends with 0.
 - *A sweep that did not know it.*  The reaper spares the pids that it is given.  A server that was
   ordered just before has none yet, and is killed with the workers' remains.
 """
@@ -19,7 +20,7 @@ import signal
 from collections.abc import Sequence
 from dataclasses import dataclass, field
 
-from msrun.cluster.agent.events import Action, SignalServers, StartServer
+from msrun.cluster.agent.events import Action, CountServers, SignalServers, StartServer
 from msrun.cluster.scheduler.restart_policy import GiveUp, RestartPolicy
 from msrun.cluster.verdict import RankExit, fit
 from msrun.cluster.wire.messages import RunningServer, ServerFailed, ServersChanged
@@ -36,6 +37,7 @@ class _Server:
         pid: Its pid; 0 as long as none is known.
         restarts: How often it was started again.
         is_exposed: Something that is no failure of its own may have killed it.
+        leaves: It is one too many, and ends when others have its rows.
         due: When it is started again; None while it lives or nothing starts it.
     """
 
@@ -44,6 +46,7 @@ class _Server:
     pid: int = 0
     restarts: int = 0
     is_exposed: bool = False
+    leaves: bool = False
     due: float | None = None
 
 
@@ -53,7 +56,8 @@ class NodeServers:
 
     Args:
         job_id: The job.
-        total: Servers of all nodes: number i is on the node of rank i modulo the nodes.
+        total: Servers of all nodes: number i is on the node of rank i modulo the nodes, unless
+            the scheduler says otherwise.
         limits: When a server that ended is started again.
     """
 
@@ -61,6 +65,8 @@ class NodeServers:
     total: int
     limits: RestartLimits
     _servers: dict[int, _Server] = field(default_factory=dict)
+    # What the scheduler said last, if it did.
+    _assigned: tuple[int, ...] | None = None
     # The node has no place in the job, so no server may live on it.
     _is_cut: bool = False
 
@@ -85,15 +91,39 @@ class NodeServers:
     def begin(self, node_rank: int, nnodes: int) -> list[Action]:
         """Start the servers of a node with this place that do not live yet."""
         self._is_cut = False
-        own = range(node_rank, self.total, nnodes)
+        own = self._assigned
+        if own is None:
+            own = tuple(range(node_rank, self.total, nnodes))
         actions = self._signal([n for n in self.live if n not in own], signal.SIGKILL)
         self._servers = {n: server for n, server in self._servers.items() if n in own}
         for number in own:
-            policy = RestartPolicy(f"{self.job_id}/server {number}", self.limits)
-            server = self._servers.setdefault(number, _Server(policy))
-            if not server.is_live and server.due is None:
-                actions.append(self._start(number, server))
+            actions += self._have(number)
         return actions
+
+    def _have(self, number: int) -> list[Action]:
+        policy = RestartPolicy(f"{self.job_id}/server {number}", self.limits)
+        server = self._servers.setdefault(number, _Server(policy))
+        server.leaves = False
+        is_idle = not server.is_live and server.due is None
+        return [self._start(number, server)] if is_idle else []
+
+    def assign(self, numbers: Sequence[int], total: int, *, is_running: bool) -> list[Action]:
+        """Have these servers, at once or with the next workers.
+
+        Others live on until their rows are elsewhere, or until the next workers.
+        """
+        self._assigned, self.total = tuple(numbers), total
+        actions: list[Action] = [CountServers(total)]
+        if not is_running or self._is_cut:
+            return actions
+        for number, server in self._servers.items():
+            server.leaves = number not in self._assigned
+        return [*actions, *(action for number in numbers for action in self._have(number))]
+
+    def is_leaving(self, number: int) -> bool:
+        """Whether a server is one too many, and may end."""
+        server = self._servers.get(number)
+        return server is not None and server.leaves
 
     def started(self, number: int, pid: int) -> None:
         """Note the pid of a server."""
@@ -108,6 +138,9 @@ class NodeServers:
         server.is_live, server.pid = False, 0
         if self._is_cut or (server.is_exposed and end.signum == signal.SIGKILL):
             server.due = None if self._is_cut else now
+            return None
+        if server.leaves and end.succeeded:
+            del self._servers[end.rank]
             return None
         step = server.policy.after(end, now=now)
         if isinstance(step, GiveUp):

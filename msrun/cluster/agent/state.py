@@ -69,6 +69,7 @@ from msrun.cluster.wire.messages import (
     Refused,
     Register,
     Restarting,
+    Serve,
     ServerFailed,
     Start,
     Stop,
@@ -283,6 +284,9 @@ class AgentState:
             case Stop(signum=signum, servers=are_others):
                 actions = self.servers.kill() if self.servers and are_others else []
                 actions += self._stop(generation, signum, now)
+            case Serve(servers=numbers, total=total) if self.servers:
+                is_running = self.phase is AgentPhase.RUNNING and not self._pending
+                actions = self.servers.assign(numbers, total, is_running=is_running)
             case Restarting() as restarting:
                 actions = [Announce(restarting)]
             case Finish(verdict=verdict):

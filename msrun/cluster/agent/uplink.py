@@ -33,6 +33,7 @@ from msrun.cluster.wire.messages import (
     Refused,
     Register,
     Restarting,
+    Serve,
     SignalRanks,
     Start,
     Stop,
@@ -45,6 +46,7 @@ UplinkEvent = SchedulerMessage | SchedulerSilent | SchedulerLost | Forgotten | R
 _OF_SCHEDULER = (
     Start,
     Stop,
+    Serve,
     Restarting,
     Finish,
     Refused,

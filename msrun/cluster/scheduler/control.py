@@ -19,8 +19,8 @@ from msrun.cluster.liveness import hang
 from msrun.cluster.liveness import stacks as pictures
 from msrun.cluster.liveness.stacks import RankStack
 from msrun.cluster.liveness.standstill import Standstill
+from msrun.cluster.scheduler import commands, report, wal
 from msrun.cluster.scheduler import events as scheduler_events
-from msrun.cluster.scheduler import report, wal
 from msrun.cluster.scheduler.drain import drain
 from msrun.cluster.scheduler.events import AgentMessage, JobPhase, SendToAgent
 from msrun.cluster.scheduler.peers import AgentLinks
@@ -39,6 +39,7 @@ from msrun.cluster.wire.control_messages import (
     GetStacks,
     GetStatus,
     Log,
+    ScaleServers,
     SignalJob,
     Stacks,
     StopJob,
@@ -53,12 +54,10 @@ from msrun.cluster.wire.messages import (
     Restarting,
     Running,
     ServersChanged,
-    SignalRanks,
     Stack,
     Stalled,
     Waiting,
 )
-from msrun.errors import signal_name
 
 ANSWER_SECONDS = 5.0
 # Seconds after the first rank has finished: ranks that still run then may wait for it for ever.
@@ -169,7 +168,7 @@ class Control:
                 return self._ask_for_log(request, route, now)
             case GetStacks():
                 return self._ask_for_stacks(route, now)
-            case StopJob() | DrainNode() | SignalJob():
+            case StopJob() | DrainNode() | ScaleServers() | SignalJob():
                 return self._command(request, route, now)
         return [SendReply(route, self._report(request, now))]
 
@@ -187,7 +186,7 @@ class Control:
                 return report.servers(self.state, self._servers, first)
 
     def _command(
-        self, request: StopJob | DrainNode | SignalJob, route: bytes, now: float
+        self, request: StopJob | DrainNode | ScaleServers | SignalJob, route: bytes, now: float
     ) -> list[Action]:
         state = self.state
         if state.is_over:
@@ -200,24 +199,11 @@ class Control:
                 problem, actions = drain(state, name, now=now)
                 done = Done(sentence=f"node {name} leaves job {state.job_id}")
                 return [SendReply(route, Denied(reason=problem) if problem else done), *actions]
+            case ScaleServers(servers=servers):
+                reply, actions = commands.scale(state, servers)
             case SignalJob():
-                return self._signal(request, route)
-
-    def _signal(self, request: SignalJob, route: bytes) -> list[Action]:
-        every = [rank for ranks in report.living(self.state).values() for rank in ranks]
-        chosen = [rank for rank in every if _is_in(rank, request.ranks)]
-        if not chosen:
-            what = "none of those ranks" if every else "no worker of the job"
-            return [SendReply(route, Denied(reason=f"{what} runs"))]
-        nodes = [
-            node_id
-            for node_id, ranks in report.living(self.state).items()
-            if any(_is_in(rank, request.ranks) for rank in ranks)
-        ]
-        order = SignalRanks(ranks=request.ranks, signum=request.signum)
-        name = signal_name(request.signum)
-        done = Done(sentence=f"{name} goes to {len(chosen)} rank(s) on {len(nodes)} node(s)")
-        return [SendReply(route, done), *(self._send(node_id, order) for node_id in nodes)]
+                reply, actions = commands.send_signal(state, request)
+        return [SendReply(route, reply), *actions]
 
     def _ask_for_log(self, request: GetLog, route: bytes, now: float) -> list[Action]:
         members = self.state.current.members
@@ -493,7 +479,3 @@ class Control:
 
     def _send(self, node_id: str, body: FromScheduler) -> SendToAgent:
         return SendToAgent(node_id, self.state.generation, body)
-
-
-def _is_in(rank: int, ranges: list[tuple[int, int]]) -> bool:
-    return not ranges or any(first <= rank <= last for first, last in ranges)

@@ -99,6 +99,14 @@ class Generation:
         """Whether the end of every worker of a node is known."""
         return all(rank in self.exits for rank in self.ranks(node_id))
 
+    def servers_on(self, node_id: str, total: int) -> list[int]:
+        """Return which of `total` parameter servers are on a member.
+
+        Nodes without workers have them, if there are any, and else all nodes.
+        """
+        hosts = [n for n, member in self.members.items() if not member.count] or [*self.members]
+        return [*range(hosts.index(node_id), total, len(hosts))] if node_id in hosts else []
+
     def all_stuck(self) -> list[str]:
         """Return the processes that could not be killed, by node, of many the first."""
         return few(process for _, stuck in sorted(self.stuck.items()) for process in stuck)

@@ -173,7 +173,7 @@ def servers(
         if (said := of_nodes.get(node_id))
         for server in said.servers
     }
-    total = state.formation.servers
+    total = max([state.servers, *(number + 1 for number in known)])  # one too many ends soon
     window = range(first, min(first + _ROWS_MAX, total))
     # One of a node that is lost, or that has not begun, is nowhere.
     rows = [known.get(n) or ServerRow(server=n, host="", pid=None, restarts=0) for n in window]

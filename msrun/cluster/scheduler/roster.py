@@ -20,6 +20,7 @@ generation could start on it: it has registered, does not leave, is not excluded
   has stopped, and that message stays in `_sent_home`: it may be lost and the node register again.
 - *expected* nodes were members when an earlier scheduler ended.  They count when the job asks
   whether it can do without another node, and never as ready.
+- *hosts* have a parameter server and no worker, in clusters that began by hand.
 - *cold* nodes still import what their workers need.  A restart takes one only if there are too few
   others, unless it was a member before: that one has had its time to import.
 
@@ -88,6 +89,7 @@ class Roster:
     bound: set[str] = field(default_factory=set)
     _ready: dict[str, int] = field(default_factory=dict)
     _slots: int = 0
+    _hosts: int = 0
     _ranks: dict[int, str] = field(default_factory=dict)
     _sent_home: dict[str, tuple[int, Refused]] = field(default_factory=dict)
     _expected: dict[str, int] = field(default_factory=dict)
@@ -143,12 +145,15 @@ class Roster:
         self._count(node_id)
 
     def _count(self, node_id: str) -> None:
-        self._slots -= self._ready.pop(node_id, 0)
+        slots = self._ready.pop(node_id, None)
+        self._slots -= slots or 0
+        self._hosts -= slots == 0
         node = self.nodes.get(node_id)
         if node is None or node.leaves_with or node_id in self.stale or node_id in self.excluded:
             return
         self._ready[node_id] = node.registration.slots
         self._slots += node.registration.slots
+        self._hosts += node.registration.slots == 0
 
     def misfit(self, node_id: str, body: Register) -> str:
         """Return why a node cannot take part, empty when it can."""
@@ -167,16 +172,21 @@ class Roster:
         if mine != theirs:
             both = f"was started for {render(theirs)}, the scheduler for {render(mine)}"
             return f"{who} {both}: give all nodes the same options"
+        if not body.slots and not mine.has_server_nodes:
+            return f"{who} has no worker, and the job has no servers that are nodes of their own"
         return self._rank_problem(node_id, body)
 
     def _rank_problem(self, node_id: str, body: Register) -> str:
         """Return why a node cannot have the rank that it was given, empty when it can."""
-        rank, most = body.node_rank, self.formation.nnodes_max
+        rank, most, first = body.node_rank, self.formation.nnodes_max, 0
         if rank is None:
             return ""
-        given = f"{'MS_NODE_ID' if body.shares_host else '--node-rank'} {rank} of node {body.host}"
+        if self.formation.has_server_nodes and not body.slots:  # they come after the workers
+            first = self.formation.world_size or 0
+        named = "MS_NODE_ID" if body.shares_host else "--node-rank"
+        given = f"{named} {rank - first} of node {body.host}"
         if rank >= most:
-            return f"{given} is outside 0 to {most - 1}"
+            return f"{given} is outside 0 to {most - first - 1}"
         holder = self._ranks.get(rank, node_id)
         if holder == node_id:
             return ""
@@ -192,12 +202,14 @@ class Roster:
 
     def is_enough(self) -> bool:
         """Whether the job could run on the nodes that are ready, and nothing else may live."""
-        is_enough = rank_assignment.is_enough(len(self._ready), self._slots, self.formation)
+        ready = len(self._ready)
+        is_enough = rank_assignment.is_enough(ready, self._slots, self.formation, self._hosts)
         return is_enough and not self.stale
 
     def is_full(self) -> bool:
         """Whether the job could use no further node."""
-        return rank_assignment.is_full(len(self._ready), self._slots, self.formation)
+        ready = len(self._ready)
+        return rank_assignment.is_full(ready, self._slots, self.formation, self._hosts)
 
     def has_room(self, members: Collection[str]) -> bool:
         """Whether newcomers may join a generation of `members` while it runs."""
@@ -254,7 +266,8 @@ class Roster:
         slots = self._ready.get(node_id)
         nodes = len(self._ready) - (slots is not None) + len(self._expected)
         others = self._slots - (slots or 0) + sum(self._expected.values())
-        return rank_assignment.is_enough(nodes, others, self.formation)
+        hosts = self._hosts - (slots == 0) + [*self._expected.values()].count(0)
+        return rank_assignment.is_enough(nodes, others, self.formation, hosts)
 
     def leaving(self) -> list[str]:
         """Return the nodes that are to be sent home."""
@@ -286,16 +299,19 @@ class Roster:
         if self.formation.world_size is None:
             text = f"{len(ready)} of {self.formation.nnodes_min} nodes registered: {there}"
         else:
-            text = f"{workers} of {self.formation.world_size} workers registered, on: {there}"
-        ranks = {register.node_rank for register in ready.values()}
-        if ready and None not in ranks:
+            text = f"{workers} of {self.formation.world_size} workers"
+            if self.formation.has_server_nodes:
+                text += f" and {self._hosts} of {self.formation.servers} parameter servers"
+            text += f" registered, on: {there}"
+        ranks = {register.node_rank for register in ready.values() if register.slots}
+        if ranks and None not in ranks:
             absent = sorted(set(range(self._likely_nodes(ready))) - ranks)
             text += f"; missing: node rank {RankSet.of(absent)}" if absent else ""
         return text
 
     def _likely_nodes(self, ready: Mapping[str, Register]) -> int:
         """Return how many nodes there will be if the missing ones have as many slots each."""
-        slots = {register.slots for register in ready.values()}
+        slots = {register.slots for register in ready.values() if register.slots}
         each = slots.pop()
         if self.formation.world_size is None or slots:
             return self.formation.nnodes_min

@@ -80,6 +80,7 @@ from msrun.cluster.wire.messages import (
     Refused,
     Register,
     Restarting,
+    Serve,
     ServerFailed,
     Stop,
     Waiting,
@@ -123,6 +124,8 @@ class SchedulerState:
     roster: Roster = field(init=False)
     """The nodes that have registered."""
     verdict: Verdict | None = field(init=False, default=None)
+    servers: int = field(init=False)
+    """Parameter servers that all nodes are to have together."""
     untold: set[str] = field(init=False, default_factory=set)
     """Nodes that do not know from this scheduler how the job ended, or that it goes on."""
 
@@ -138,12 +141,15 @@ class SchedulerState:
     # The latest generation that any node has seen: later than ours if the log lost records.
     _latest_seen: int = field(init=False, default=-1)
     _has_lost_log: bool = field(init=False, default=False)
+    # The servers of a node do not follow from its rank alone.
+    _is_scaled: bool = field(init=False, default=False)
     # An earlier scheduler may have had nodes that its log does not name.
     _may_miss_spares: bool = field(init=False, default=False)
 
     def __post_init__(self) -> None:
         """Count the time for the first forming from the start."""
         self.roster = Roster(self.formation, self.replaces)
+        self.servers = self.formation.servers
         self._forming = Forming(
             join_timeout=self.join_timeout,
             last_call=self.last_call,
@@ -167,6 +173,9 @@ class SchedulerState:
         self._may_miss_spares = not is_whole or schedulers > (self.verdict is not None)
         if self.verdict:
             self.phase = JobPhase.FAILED if self.verdict.code else JobPhase.DONE
+        total = wal.scaled(records)
+        self.servers = self.servers if total is None else total
+        self._is_scaled = total is not None
         for node_id, why in wal.excluded(records).items():
             self.roster.exclude(node_id, why)
         last = wal.last_generation(records)
@@ -276,6 +285,12 @@ class SchedulerState:
         self.current.is_blame_sure = is_sure
         return self._count_exit(self.current.node_of(worker.rank), worker, now)
 
+    def scale_servers(self, total: int) -> list[Action]:
+        """Have so many parameter servers, in a generation that runs."""
+        self.servers, self._is_scaled = total, True
+        orders = [order for node_id in self.current.members for order in self._serve(node_id)]
+        return [Write(wal.ServersScaled(total)), *orders]
+
     # Nodes that register.
 
     def _register(self, event: AgentMessage, body: Register, now: float) -> list[Action]:
@@ -320,13 +335,13 @@ class SchedulerState:
             # It never started its workers, and a `Start` under way is of an earlier session,
             # which the node drops.
             is_stopping = self.phase is JobPhase.STOPPING
-            return self._member_drained(node_id, now) if is_stopping else [self._start(node_id)]
+            return self._member_drained(node_id, now) if is_stopping else self._start(node_id)
         actions = [a for end in body.exits for a in self._count_exit(node_id, end, now)]
         if body.running == self.generation:
             if self.phase is JobPhase.STOPPING and not actions:
                 # Whether an earlier scheduler's `Stop` reached it is unknown.
                 actions = [self._send(node_id, self._stop_message())]
-            return actions
+            return [*actions, *self._serve(node_id)]
         self.current.stuck[node_id] = body.stuck
         if body.running >= 0:  # of a later generation, whose record the log has lost
             actions += self._admit_newcomer(node_id, body.running, now)
@@ -502,7 +517,7 @@ class SchedulerState:
         """Go on without the workers of a member, which have all ended."""
         actions: list[Action] = []
         # A node whose workers have all reported their ends took nothing with it.
-        if not self.current.has_ended(node_id):
+        if not self.current.has_ended(node_id) or self.current.servers_on(node_id, self.servers):
             self.current.losses.append(Loss(sentence, at))
             self._blame_failure()
             if self.phase is JobPhase.RUNNING:
@@ -554,10 +569,20 @@ class SchedulerState:
         spares = [
             self._send(n, self._standby_message(n)) for n in ready if n not in self.current.members
         ]
-        return [Write(record), *map(self._start, order), *spares]
+        starts = [action for node_id in order for action in self._start(node_id)]
+        return [Write(record), *starts, *spares]
 
-    def _start(self, node_id: str) -> SendToAgent:
-        return self._send(node_id, self.current.start(node_id))
+    def _start(self, node_id: str) -> list[Action]:
+        return [*self._serve(node_id), self._send(node_id, self.current.start(node_id))]
+
+    def _serve(self, node_id: str) -> list[Action]:
+        """Tell a node its parameter servers, where they do not follow from its rank."""
+        if not self._is_scaled and not self.formation.has_server_nodes:
+            return []
+        if node_id not in self.roster.nodes:
+            return []
+        numbers = self.current.servers_on(node_id, self.servers)
+        return [self._send(node_id, Serve(servers=numbers, total=self.servers))]
 
     def _stop(self, reason: str, because: StopReason, signum: int = signal.SIGTERM) -> list[Action]:
         self.phase = JobPhase.STOPPING

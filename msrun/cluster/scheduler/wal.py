@@ -64,6 +64,12 @@ class GenerationStarted(msgspec.Struct, frozen=True, tag=True):
     cause: str = ""
 
 
+class ServersScaled(msgspec.Struct, frozen=True, tag=True):
+    """The job is to have so many parameter servers from now on."""
+
+    total: int
+
+
 class Excluded(msgspec.Struct, frozen=True, tag=True):
     """A node may run no more workers, for the reason `why`, a sentence."""
 
@@ -78,7 +84,7 @@ class Decided(msgspec.Struct, frozen=True, tag=True):
     untold: list[str] = []
 
 
-Record = Began | GenerationStarted | Excluded | Decided
+Record = Began | GenerationStarted | ServersScaled | Excluded | Decided
 
 _encoder = msgspec.json.Encoder()
 _decoder: msgspec.json.Decoder[Record] = msgspec.json.Decoder(Record)
@@ -130,6 +136,12 @@ def causes(records: Iterable[Record]) -> list[tuple[int, str]]:
     """Return each generation that followed another, with the reason."""
     started = (record for record in records if isinstance(record, GenerationStarted))
     return [(record.generation, record.cause) for record in started if record.cause]
+
+
+def scaled(records: Iterable[Record]) -> int | None:
+    """Return how many parameter servers the job is to have; None as it was started."""
+    totals = [record.total for record in records if isinstance(record, ServersScaled)]
+    return totals[-1] if totals else None
 
 
 def excluded(records: Iterable[Record]) -> dict[str, str]:

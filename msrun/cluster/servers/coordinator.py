@@ -52,7 +52,7 @@ from msrun.cluster.servers.messages import (
     ServerHello,
     SnapshotMissing,
 )
-from msrun.cluster.servers.ownership import Ownership, Slice, Table, balance
+from msrun.cluster.servers.ownership import Ownership, Slice, Table, balance, mirrored
 
 
 class Outstanding(msgspec.Struct, frozen=True):
@@ -291,11 +291,12 @@ class CoordinatorState:
         done: dict[int, int],
         before: Ownership | None,
     ) -> None:
+        traffic = [pair for report in self._reports.values() for pair in report.traffic]
         owners = balance(
             self.tables,
             self.servers,
             before=before.owners if before else None,
-            traffic=self._traffic,
+            traffic=self._traffic | dict(traffic),
         )
         epoch = before.epoch + 1 if before else 1
         is_same = before is not None and before.clocks.keys() == clocks.keys()
@@ -306,6 +307,7 @@ class CoordinatorState:
             clocks=clocks,
             done=done,
             owners=owners,
+            copies=mirrored(owners, self.servers) if self.rules.replicas else {},
         )
         self._is_rollback = self._is_complete = False
         self._adopted.clear()

@@ -7,6 +7,8 @@ import math
 import msgspec
 
 from msrun.cluster.servers.messages import (
+    CopyContents,
+    FetchCopies,
     FetchSlices,
     Header,
     Message,
@@ -29,11 +31,13 @@ class Rules(msgspec.Struct, frozen=True, kw_only=True):
             all workers and does one optimizer step with the sum; above, each push is a step.
         every: Optimizer steps of a server from one snapshot to the next.
         retry: Seconds after which a message without an answer is sent again.
+        replicas: Hot copies of each slice, 0 or 1; copies are for sync training alone.
     """
 
     staleness: float = 0
     every: int = 100
     retry: float = 1.0
+    replicas: int = 0
 
     @property
     def is_sync(self) -> bool:
@@ -145,6 +149,17 @@ class SendSlices(msgspec.Struct, frozen=True):
 
     asked: FetchSlices
     message: SliceContents
+
+
+class SendCopies(msgspec.Struct, frozen=True):
+    """Answer another server with slices as they are now."""
+
+    asked: FetchCopies
+    message: CopyContents
+
+
+class TakeCopies(msgspec.Struct, frozen=True):
+    """Replace all rows and optimizer state by what was kept."""
 
 
 class ApplyStep(msgspec.Struct, frozen=True):
@@ -264,6 +279,8 @@ ServerAction = (
     SendMessage
     | SendRows
     | SendSlices
+    | SendCopies
+    | TakeCopies
     | ApplyStep
     | LoadSnapshot
     | KeepSlices

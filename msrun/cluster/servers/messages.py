@@ -232,6 +232,7 @@ class Frozen(
         clocks: Worker -> how many of its pushes are here.
         done: Worker -> the clock at which it left.
         saved: Versions of this epoch that are on disk.
+        traffic: Bytes of slices that were pulled and pushed here since it owns them.
     """
 
     term: Number
@@ -240,6 +241,7 @@ class Frozen(
     clocks: dict[int, Number]
     done: dict[int, Number]
     saved: list[Number]
+    traffic: list[tuple[Slice, float]] = []
 
 
 class Adopted(
@@ -289,7 +291,40 @@ class SliceContents(Header, frozen=True, tag=True, kw_only=True, forbid_unknown_
     slices: list[Slice]
 
 
-ToServer = WorkerHello | Pull | Push | Leave | Freeze | Adopt | Open | FetchSlices | SliceContents
+class FetchCopies(Header, frozen=True, tag=True, kw_only=True, forbid_unknown_fields=True):
+    """A server that was killed asks another one for what both have, as it is now.
+
+    Args:
+        server: Who asks.
+        life: Which life of it.
+        epoch: The ownership of both.
+        slices: What it wants.
+    """
+
+    server: Number
+    life: Number
+    epoch: Number
+    slices: list[Slice]
+
+
+class CopyContents(Header, frozen=True, tag=True, kw_only=True, forbid_unknown_fields=True):
+    """Answer a `FetchCopies`; rows and optimizer state are the payload.
+
+    Args:
+        server: Who answers.
+        life: Whom: which life of it.
+        epoch: The ownership of both.
+        now: What the rows hold; None where the server has none either, since it was killed, too.
+    """
+
+    server: Number
+    life: Number
+    epoch: Number
+    now: Snapshot | None
+
+
+BetweenServers = FetchSlices | SliceContents | FetchCopies | CopyContents
+ToServer = WorkerHello | Pull | Push | Leave | Freeze | Adopt | Open | BetweenServers
 ToWorker = Welcome | Ack | Rows | Moved
 ToCoordinator = (
     AskOwnership | NeedRollback | ServerHello | Frozen | Adopted | Opened | SnapshotMissing

@@ -9,6 +9,7 @@ A slice moves as one, with its optimizer state.
 from __future__ import annotations
 
 from collections.abc import Iterable, Mapping
+from functools import partial
 from typing import Annotated
 
 import msgspec
@@ -17,6 +18,9 @@ Count = Annotated[int, msgspec.Meta(ge=0, le=(1 << 53) - 1)]
 # A move must lessen the difference between two servers by this share of the mean, or it is
 # not worth its bytes.
 _WORTH = 0.02
+# Bounds of the time that a decision takes: exchanges, and slices of a server to choose from.
+_EXCHANGES_MAX = 256
+_LOOKED_AT = 32
 
 
 class Slice(msgspec.Struct, frozen=True, array_like=True, order=True):
@@ -56,6 +60,7 @@ class Ownership(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields
         done: Worker -> the clock at which it left.
         owners: Table -> the server of each of its slices.
         branch: The first epoch with these workers: what was computed with others is another curve.
+        copies: Table -> the server that steps a hot copy of each of its slices; empty without any.
     """
 
     epoch: Count
@@ -64,6 +69,7 @@ class Ownership(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields
     done: dict[int, Count] = {}
     owners: dict[str, list[Count]]
     branch: Count = 1
+    copies: dict[str, list[Count]] = {}
 
     @property
     def workers(self) -> tuple[int, ...]:
@@ -72,17 +78,23 @@ class Ownership(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields
 
     @property
     def servers(self) -> tuple[int, ...]:
-        """The servers that own something."""
-        return tuple(sorted({server for owners in self.owners.values() for server in owners}))
+        """The servers that own something, or have copies."""
+        both = (*self.owners.values(), *self.copies.values())
+        return tuple(sorted({server for servers in both for server in servers}))
 
     def slices_of(self, server: int) -> list[Slice]:
-        """Return what `server` owns, in a fixed order."""
+        """Return what `server` owns or has copies of, in a fixed order."""
         return [
             Slice(table, index)
             for table, owners in sorted(self.owners.items())
             for index, owner in enumerate(owners)
-            if owner == server
+            if server in {owner, *self.copies.get(table, ())[index : index + 1]}
         ]
+
+    def peer_of(self, piece: Slice, server: int) -> int:
+        """Return which other server has a slice that `server` has."""
+        owner = self.owner_of(piece)
+        return self.copies[piece.table][piece.index] if owner == server else owner
 
     def owner_of(self, piece: Slice) -> int:
         """Return the server of a slice."""
@@ -96,44 +108,50 @@ def balance(
     before: Mapping[str, list[int]] | None = None,
     traffic: Mapping[Slice, float] | None = None,
 ) -> dict[str, list[int]]:
-    """Return an owner for every slice, with equal loads and few moves.
+    """Return an owner for every slice, with equal bytes, equal traffic and few moves.
 
-    The load of a slice is its share of all bytes, plus its share of `traffic`, the bytes of its
-    rows that were pulled and pushed, where that was measured.  Slices that have an owner in
-    `before` keep it until a move from the fullest server to the emptiest brings both nearer.
+    Slices that have an owner in `before` keep it until a move from the fullest server to the
+    emptiest brings both nearer.  `traffic` is the bytes of the rows of each slice that were pulled
+    and pushed, where that was measured: slices of about the same size change places until it is
+    about the same everywhere, so bytes stay equal.
     """
     tables = list(tables)
-    load = _loads(tables, traffic or {})
+    load = {
+        Slice(table.name, index): float(table.bytes_of(index))
+        for table in tables
+        for index in range(table.slices)
+    }
     loads = dict.fromkeys(servers, 0.0)
     owner: dict[Slice, int] = {}
-    for piece in load:
+    for piece, size in load.items():
         kept = (before or {}).get(piece.table, [])
         if piece.index < len(kept) and kept[piece.index] in loads:
             owner[piece] = kept[piece.index]
-            loads[owner[piece]] += load[piece]
+            loads[owner[piece]] += size
+    moved = traffic or {}
     homeless = [piece for piece in load if piece not in owner]
-    for piece in sorted(homeless, key=lambda piece: (-load[piece], piece)):
+    for piece in sorted(homeless, key=lambda piece: (-load[piece], -moved.get(piece, 0.0), piece)):
         owner[piece] = min(loads, key=lambda server: (loads[server], server))
         loads[owner[piece]] += load[piece]
     _level(owner, load, loads)
+    if moved:
+        _exchange(owner, load, moved, sorted(loads))
     return {
         table.name: [owner[Slice(table.name, index)] for index in range(table.slices)]
         for table in tables
     }
 
 
-def _loads(tables: list[Table], traffic: Mapping[Slice, float]) -> dict[Slice, float]:
-    nbytes = {
-        Slice(table.name, index): table.bytes_of(index)
-        for table in tables
-        for index in range(table.slices)
-    }
-    all_bytes = sum(nbytes.values()) or 1
-    all_traffic = sum(traffic.values()) or 1.0
-    return {
-        piece: size / all_bytes + traffic.get(piece, 0.0) / all_traffic
-        for piece, size in nbytes.items()
-    }
+def mirrored(owners: Mapping[str, list[int]], servers: Iterable[int]) -> dict[str, list[int]]:
+    """Return who has the copy of each slice: the server after its owner; nobody where it is alone.
+
+    Neighbours among servers are on different nodes where there are several.
+    """
+    ring = sorted(servers)
+    if len(ring) < 2:  # noqa: PLR2004 - a copy beside its original is none
+        return {}
+    after = dict(zip(ring, [*ring[1:], ring[0]], strict=True))
+    return {table: [after[owner] for owner in each] for table, each in owners.items()}
 
 
 def _level(owner: dict[Slice, int], load: dict[Slice, float], loads: dict[int, float]) -> None:
@@ -155,3 +173,41 @@ def _level(owner: dict[Slice, int], load: dict[Slice, float], loads: dict[int, f
         owner[best] = emptiest
         loads[fullest] -= load[best]
         loads[emptiest] += load[best]
+
+
+def _exchange(
+    owner: dict[Slice, int],
+    load: Mapping[Slice, float],
+    traffic: Mapping[Slice, float],
+    servers: list[int],
+) -> None:
+    """Have slices of about one size change places, until all servers have the same traffic."""
+    busy = dict.fromkeys(servers, 0.0)
+    for piece, server in owner.items():
+        busy[server] += traffic.get(piece, 0.0)
+    worth = _WORTH * sum(busy.values()) / len(busy)
+    slack = _WORTH * sum(load.values()) / len(busy)
+    for _ in range(_EXCHANGES_MAX):
+        hottest = max(servers, key=lambda server: (busy[server], -server))
+        coldest = min(servers, key=lambda server: (busy[server], server))
+        gap = busy[hottest] - busy[coldest]
+        key = partial(_by_traffic, traffic)
+        hot = sorted((p for p in owner if owner[p] == hottest), key=key)[-_LOOKED_AT:]
+        cold = sorted((p for p in owner if owner[p] == coldest), key=key)[:_LOOKED_AT]
+        pairs = [
+            (abs(gap / 2 - (traffic.get(one, 0.0) - traffic.get(other, 0.0))), one, other)
+            for one in hot
+            for other in cold
+            if abs(load[one] - load[other]) <= slack
+        ]
+        rest, one, other = min(pairs, default=(gap, None, None))
+        if one is None or other is None or gap - 2 * rest < worth:
+            return
+        change = traffic.get(one, 0.0) - traffic.get(other, 0.0)
+        owner[one], owner[other] = coldest, hottest
+        busy[hottest] -= change
+        busy[coldest] += change
+
+
+def _by_traffic(traffic: Mapping[Slice, float], piece: Slice) -> tuple[float, Slice]:
+    return traffic.get(piece, 0.0), piece

@@ -17,6 +17,11 @@ What makes the sums exact, and lets any process die:
 - *Snapshots are at the same versions on all servers*, and none is dropped before all servers have
   it or a later one (`safe`).  So there always is a version to which all can go back.
 
+- *Copies are servers like others.*  Workers push to the owner of a slice and to the server with its
+  copy, and both do the same steps.  A server that was killed takes all that it had from those that
+  have it, at one version, and no step is done again.  Only if they have been killed, too, or stay
+  at different versions, it goes on from its snapshot.
+
 With staleness above 0 every push is a step of its own, applied when it comes; a pull waits until
 the slowest worker is at most that many steps behind.
 """
@@ -42,11 +47,13 @@ from msrun.cluster.servers.events import (
     Rules,
     Saved,
     SaveSnapshot,
+    SendCopies,
     SendMessage,
     SendRows,
     SendSlices,
     ServerAction,
     ServerEvent,
+    TakeCopies,
     ToHead,
     ToPeer,
     ToRank,
@@ -56,6 +63,8 @@ from msrun.cluster.servers.messages import (
     Adopt,
     Adopted,
     CoordinatorOrder,
+    CopyContents,
+    FetchCopies,
     FetchSlices,
     Freeze,
     FromPeer,
@@ -83,6 +92,8 @@ _Answer = TypeVar("_Answer", bound=FromServer)
 
 # Retries without a word of the coordinator after which a server reports again.
 _PATIENCE = 3
+# Requests for copies after which a server takes its snapshot.
+_COPIES_ASKED_MAX = 3
 
 
 class ServerPhase(enum.Enum):
@@ -106,6 +117,7 @@ class ServerState:
         disk: The snapshots on its disk.
         version: Optimizer steps that its rows have had.
         clocks: Worker -> how many of its pushes are here.
+        traffic: Slice -> bytes that were pulled and pushed, as the caller counts them.
     """
 
     server: int
@@ -117,6 +129,7 @@ class ServerState:
     version: int = 0
     clocks: dict[int, int] = field(default_factory=dict)
     done: dict[int, int] = field(default_factory=dict)
+    traffic: dict[Slice, float] = field(default_factory=dict)
     _before: Ownership | None = None
     _durable: Snapshot | None = None
     _lives: dict[int, int] = field(default_factory=dict)
@@ -125,6 +138,9 @@ class ServerState:
     _held: dict[tuple[int, int], Payload] = field(default_factory=dict)
     _waiting: dict[int, tuple[Pull, Payload]] = field(default_factory=dict)
     _missing: dict[int, list[Slice]] = field(default_factory=dict)
+    # Server -> what it is asked for and what it answered, while this one takes copies.
+    _copies: dict[int, tuple[list[Slice], Snapshot | None]] = field(default_factory=dict)
+    _copies_asked: int = 0
     _saving: dict[tuple[int, int], Snapshot] = field(default_factory=dict)
     _goal: int = -1
     _order: tuple[int, int] = (-1, -1)
@@ -166,16 +182,23 @@ class ServerState:
             self._lend(message)
         elif isinstance(message, SliceContents):
             self._take(message, payload)
+        elif isinstance(message, FetchCopies):
+            self._copy(message)
+        elif isinstance(message, CopyContents):
+            self._take_copies(message, payload)
 
     def _wait(self, now: float) -> None:
         """Set the time at which something must have been heard."""
-        retries = 1 if self.phase is ServerPhase.WAITING or self._missing else _PATIENCE
+        is_asking = self._missing or self._copies
+        retries = 1 if self.phase is ServerPhase.WAITING or is_asking else _PATIENCE
         is_idle = self.phase is ServerPhase.SERVING
         self._due = NEVER if is_idle else now + retries * self.rules.retry
 
     def _remind(self, now: float) -> None:
         if self._missing:
             self._fetch()
+        elif self._copies:
+            self._ask_for_copies()
         elif self.phase is not ServerPhase.SERVING:
             self._tell_head(ServerHello(server=self.server, life=self.life))
         self._wait(now)
@@ -405,6 +428,7 @@ class ServerState:
         self._held.clear()
         self._waiting.clear()
         self._missing.clear()
+        self._copies.clear()
         self._saving.clear()
         here = [kept for kept in self.disk if kept.epoch == ownership.epoch]
         latest = max(here, key=lambda kept: kept.version, default=None)
@@ -414,19 +438,88 @@ class ServerState:
         self._settled = dict(self.clocks)
         if latest:
             self._durable = latest
-            self._do(LoadSnapshot(latest.epoch, latest.version))
-            self._adopted()
+            if ownership.copies:
+                self._want_copies(ownership)
+            else:
+                self._load()
         elif not self._owned():
             self._adopted()
         else:
             self._gather(before)
 
+    def _load(self) -> None:
+        """Go on from the snapshot."""
+        self._copies.clear()
+        if self._durable:
+            self._do(LoadSnapshot(self._durable.epoch, self._durable.version))
+            self._adopted()
+
+    def _want_copies(self, ownership: Ownership) -> None:
+        for piece in ownership.slices_of(self.server):
+            peer = ownership.peer_of(piece, self.server)
+            self._copies.setdefault(peer, ([], None))[0].append(piece)
+        self._copies_asked = 0
+        self._ask_for_copies()
+
+    def _ask_for_copies(self) -> None:
+        """Ask those that have not answered, or are behind others; in the end take the snapshot."""
+        self._copies_asked += 1
+        if self._copies_asked > _COPIES_ASKED_MAX:
+            self._load()
+            return
+        newest = max((now.version for _, now in self._copies.values() if now), default=-1)
+        for peer, (slices, now) in sorted(self._copies.items()):
+            if now is None or now.version < newest:
+                fetch = FetchCopies(
+                    server=self.server, life=self.life, epoch=self.epoch, slices=slices
+                )
+                self._do(SendMessage(ToPeer(peer), fetch))
+
+    def _copy(self, asked: FetchCopies) -> None:
+        is_here = asked.epoch == self.epoch and self.phase in {
+            ServerPhase.SERVING,
+            ServerPhase.FROZEN,
+        }
+        answer = CopyContents(
+            server=self.server,
+            life=asked.life,
+            epoch=asked.epoch,
+            now=self._snapshot() if is_here else None,
+        )
+        if is_here:
+            self._do(SendCopies(asked, answer))
+        elif asked.epoch >= self.epoch:  # the answer to an older one is an ownership
+            self._do(SendMessage(ToPeer(asked.server), answer))
+
+    def _take_copies(self, message: CopyContents, payload: Payload) -> None:
+        if (message.life, message.epoch) != (self.life, self.epoch):
+            return
+        if message.server not in self._copies:
+            return
+        if message.now is None:
+            self._load()
+            return
+        slices, before = self._copies[message.server]
+        if before and before.version >= message.now.version:
+            return
+        self._do(KeepSlices(tuple(slices), payload))
+        self._copies[message.server] = (slices, message.now)
+        found = [now for _, now in self._copies.values()]
+        if any(now is None or now.version != message.now.version for now in found):
+            return
+        self._copies.clear()
+        self.version = message.now.version
+        self.clocks, self.done = dict(message.now.clocks), dict(message.now.done)
+        self._settled = dict(self.clocks)
+        self._do(TakeCopies())
+        self._adopted()
+
     def _gather(self, before: Ownership | None) -> None:
         """Ask the earlier owners for what comes from elsewhere."""
+        had = set(before.slices_of(self.server)) if before else set()
         for piece in self._owned() if before else []:
-            owner = before.owner_of(piece) if before else self.server
-            if owner != self.server:
-                self._missing.setdefault(owner, []).append(piece)
+            if before and piece not in had:
+                self._missing.setdefault(before.owner_of(piece), []).append(piece)
         if self._missing:
             self._fetch()
         else:
@@ -462,7 +555,8 @@ class ServerState:
         ownership, before = self.ownership, self._before
         if ownership is None:
             return
-        own = [piece for piece in self._owned() if before and before.owner_of(piece) == self.server]
+        had = set(before.slices_of(self.server)) if before else set()
+        own = [piece for piece in self._owned() if piece in had]
         here = [_name(kept) for kept in self.disk]
         is_lost = before and own and (before.epoch, ownership.version) not in here
         if is_lost or (before is None and ownership.epoch > 1):
@@ -487,6 +581,7 @@ class ServerState:
                 clocks=dict(self.clocks),
                 done=dict(self.done),
                 saved=sorted(kept.version for kept in self.disk if kept.epoch == self.epoch),
+                traffic=sorted(self.traffic.items()),
             )
         )
 

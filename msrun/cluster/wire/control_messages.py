@@ -6,7 +6,7 @@ One question in one bounded frame, one answer in one.  Long lists come in pages.
 from __future__ import annotations
 
 from collections.abc import Sequence
-from typing import TypeVar
+from typing import Annotated, TypeVar
 
 import msgspec
 
@@ -23,6 +23,7 @@ from msrun.cluster.wire.messages import (
     Signum,
 )
 from msrun.errors import ProtocolError, VersionError
+from msrun.job import SERVERS_MAX
 
 _PAGE_BYTES_MAX = 48 * 1024
 LOG_BYTES_MAX = 32 * 1024
@@ -90,6 +91,12 @@ class DrainNode(Request, frozen=True, tag=True, kw_only=True, forbid_unknown_fie
     node: NodeId
 
 
+class ScaleServers(Request, frozen=True, tag=True, kw_only=True, forbid_unknown_fields=True):
+    """Have so many parameter servers."""
+
+    servers: Annotated[int, msgspec.Meta(ge=1, le=SERVERS_MAX)]
+
+
 class SignalJob(Request, frozen=True, tag=True, kw_only=True, forbid_unknown_fields=True):
     """Send a signal to workers.
 
@@ -111,6 +118,7 @@ AnyRequest = (
     | GetStacks
     | StopJob
     | DrainNode
+    | ScaleServers
     | SignalJob
 )
 

@@ -22,7 +22,7 @@ PROTOCOL_VERSION = 9
 TERM_MAX = (1 << 31) - 1
 
 # Impossible values are refused by the decoder, so that no machine ever counts with them.
-Slots = Annotated[int, msgspec.Meta(ge=1, le=1 << 16)]
+Slots = Annotated[int, msgspec.Meta(ge=0, le=1 << 16)]
 Servers = Annotated[int, msgspec.Meta(ge=0, le=SERVERS_MAX)]
 Signum = Annotated[int, msgspec.Meta(ge=1, le=64)]
 Code = Annotated[int, msgspec.Meta(ge=0, le=255)]
@@ -71,13 +71,21 @@ class Formation(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields
         """Whether the number of nodes may change while the job runs."""
         return self.world_size is None and self.nnodes_min < self.nnodes_max
 
+    @property
+    def has_server_nodes(self) -> bool:
+        """Whether each parameter server is a node of its own, in a cluster that began by hand.
+
+        Elsewhere servers are beside workers, and the number of nodes is fixed.
+        """
+        return self.servers > 0 and self.nnodes_min < self.nnodes_max
+
 
 class Register(Body, frozen=True, tag=True, kw_only=True, forbid_unknown_fields=True):
     """A node asks to take part, and reports its state to a scheduler that may not know it.
 
     Args:
         host: Its host name.
-        slots: Workers it can run.
+        slots: Workers it can run; 0 where it has a parameter server and no worker.
         store_host: Numeric address of the listening socket for stores, should it get rank 0.
         store_port: Port of that socket.
         node_rank: The node rank that its user gave it.
@@ -240,6 +248,20 @@ class Stop(Body, frozen=True, tag=True, kw_only=True, forbid_unknown_fields=True
     reason: str
     signum: Signum = signal.SIGTERM
     servers: bool = False
+
+
+class Serve(Body, frozen=True, tag=True, kw_only=True, forbid_unknown_fields=True):
+    """Have these parameter servers, from now on, or from the next `Start` on.
+
+    Without it a node has those whose number modulo the nodes is its rank.
+
+    Args:
+        servers: Their numbers.
+        total: Servers of all nodes.
+    """
+
+    servers: Annotated[list[Number], msgspec.Meta(max_length=SERVERS_MAX)]
+    total: Servers
 
 
 class Restarting(Body, frozen=True, tag=True, kw_only=True, forbid_unknown_fields=True):
@@ -427,6 +449,7 @@ FromAgent = (
 FromScheduler = (
     Start
     | Stop
+    | Serve
     | Restarting
     | Finish
     | Refused

@@ -4,6 +4,9 @@ The store belongs to one generation of the job's ranks: when they start again it
 the same address, which is empty.  Servers live on, so a thread of each looks whether its address is
 still there.  A server that starts again has another address; a rank looks for it when one that it
 knows stays silent.
+
+`msrun scale` changes how many there are.  The launcher writes the number into a file beside server
+0, which puts it into the store: the number to come, as long as rows are on their way.
 """
 
 from __future__ import annotations
@@ -19,16 +22,25 @@ from torch.distributed import (  # type: ignore[attr-defined]  # in torch's docu
     TCPStore,
 )
 
-from msrun.environ import SERVERS_KEY
+from msrun.environ import SERVERS_COUNT, SERVERS_KEY
 from msrun.errors import UsageError
 from msrun.transport.keys import SECRET_BYTES
 
 Address = tuple[str, int]
 _PREFIX = "msrun_servers"
 _SESSION = "session"
+_TOTAL = "total"
 _LOOK_SECONDS = 0.5
 _SEARCH_SECONDS = 0.1
 _STORE_LIMIT = timedelta(seconds=60)
+
+
+def read_count(directory: str) -> int | None:
+    """Return how many servers the launcher wants; None as long as that is what it began with."""
+    try:
+        return int((Path(directory) / SERVERS_COUNT).read_text())
+    except FileNotFoundError:
+        return None
 
 
 def read_key(directory: str) -> bytes | None:
@@ -58,9 +70,13 @@ class AddressBook:
         count: Number of servers.
         changed: Called in that thread after a change.
         own: Number and address of the server that this process is; None in a rank.
+        wanted: Called in that thread in server 0: returns how many servers there are to be, as
+            `read_count`.
 
     Attributes:
         addresses: Server -> its address, as far as known.
+        total: How many servers there are; those that are one too many count until they end.
+        wanted: What the call returned last.
         session: Session of the ranks when the store was first reached; None before.
     """
 
@@ -70,9 +86,14 @@ class AddressBook:
         count: int,
         changed: Callable[[], None],
         own: tuple[int, Address] | None = None,
+        wanted: Callable[[], int | None] | None = None,
     ) -> None:
         self._master = master
-        self._count = count
+        self._ask_wanted = wanted
+        self.wanted: int | None = None
+        self.total = count
+        self._own_total: int | None = None
+        self._is_withdrawn = False
         self._changed = changed
         self._own = own
         self._search = threading.Event()
@@ -91,6 +112,15 @@ class AddressBook:
         """Have the store say which session the ranks are in, for servers that start again."""
         self._announced = session
         self._search.set()
+
+    def count(self, total: int) -> None:
+        """Have all know how many servers there are; server 0 says so."""
+        self._own_total = total
+        self._search.set()
+
+    def withdraw(self) -> None:
+        """Take the own address back when the thread ends: this server is one too many."""
+        self._is_withdrawn = True
 
     def close(self) -> None:
         """End the thread, unless it waits for the store."""
@@ -112,7 +142,7 @@ class AddressBook:
         if self._own:
             self._publish(store, *self._own)
         session = store.get(_SESSION).decode() if store.check([_SESSION]) else ""
-        announced = ""
+        announced, counted = "", None
         while not self._is_over:
             self._search.clear()
             if self._own and not store.check([str(self._own[0])]):
@@ -120,15 +150,23 @@ class AddressBook:
             if self._announced != announced:
                 announced = self._announced
                 store.set(_SESSION, announced)
-            found = {number: self._read(store, number) for number in range(self._count)}
+            if self._own_total != counted and self._own_total is not None:
+                counted = self._own_total
+                store.set(_TOTAL, str(counted))
+            total = int(store.get(_TOTAL)) if store.check([_TOTAL]) else self.total
+            wanted = self._ask_wanted() if self._ask_wanted else None
+            found = {number: self._read(store, number) for number in range(total)}
             known = {number: address for number, address in found.items() if address}
-            if known != self.addresses or self.session is None:
-                self.addresses = known
+            before = (self.addresses, self.total, self.wanted)
+            if (known, total, wanted) != before or self.session is None:
+                self.addresses, self.total, self.wanted = known, total, wanted
                 self.session = session if self.session is None else self.session
                 self._changed()
-            is_quiet = len(known) == self._count and self._own is None
-            rest = _LOOK_SECONDS if len(known) == self._count else _SEARCH_SECONDS
+            is_quiet = len(known) == total and self._own is None
+            rest = _LOOK_SECONDS if len(known) == total else _SEARCH_SECONDS
             self._search.wait(None if is_quiet else rest)
+        if self._is_withdrawn and self._own:
+            store.delete_key(str(self._own[0]))
 
     @staticmethod
     def _publish(store: Store, number: int, address: Address) -> None:

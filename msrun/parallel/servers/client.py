@@ -31,6 +31,7 @@ from msrun.cluster.servers.events import (
     WorkerLeft,
 )
 from msrun.cluster.servers.messages import AskOwnership, Pull, Push
+from msrun.cluster.servers.ownership import Ownership
 from msrun.cluster.servers.worker import WorkerPhase, WorkerState
 from msrun.cluster.tick import Tick
 from msrun.environ import ServersPlace
@@ -223,7 +224,7 @@ class ServersClient:
             MsrunError: One has said nothing for very long.
         """
         now = Loop.now()
-        heard = {n: max(since, self._heard.get(n, 0.0)) for n in range(self._place.count)}
+        heard = {n: max(since, self._heard.get(n, 0.0)) for n in range(self._book.total)}
         for server, at in heard.items():
             if now - at > _SILENT_SECONDS:
                 text = f"parameter server {server} said nothing for {_SILENT_SECONDS:.0f} s"
@@ -276,6 +277,11 @@ class ServersClient:
             self._connections[server] = made
             self._poll.watch(made)
             self._greeted.discard(server)
+        for server in [server for server in self._connections if server >= self._book.total]:
+            ended = self._connections.pop(server)  # after `msrun scale`
+            self._poll.forget(ended)
+            ended.close()
+            self._broken.discard(server)
 
     def _look(self) -> None:
         """Look for the new addresses of servers whose connections broke."""
@@ -370,7 +376,8 @@ class ServersClient:
         now = Loop.now()
         if plan is None or machine is None or machine.ownership or now < self._greet_due:
             return
-        waiting = set(range(self._place.count)) - self._greeted
+        everyone = set(range(self._book.total))
+        waiting = everyone - self._greeted
         for server in waiting:
             is_told = self._post((SERVER, server), Hail())
             if server == 0 and is_told and self._rank == 0:
@@ -378,7 +385,7 @@ class ServersClient:
             self._has_way |= server == 0 and is_told
             if is_told:
                 self._greeted.add(server)
-        if len(self._greeted) < self._place.count:
+        if not self._greeted >= everyone:
             self._greet_due = now + _GREET_SECONDS
         else:  # again, until there is an ownership
             self._greeted.clear()
@@ -419,12 +426,14 @@ class ServersClient:
 
     def _part(self, machine: WorkerState, payload: Any, server: int) -> Any:
         """Return what of a pull or a push is for one server."""
-        owners = machine.ownership.owners if machine.ownership else {}
+        ownership = machine.ownership
+        if ownership is None:
+            return {}
         if isinstance(payload, OutgoingPush):
-            return payload.part(server, machine.epoch, owners)
+            return payload.part(server, ownership)
         known, epoch, parts = self._split
         if known is not payload or epoch != machine.epoch:
-            parts = _divided_ask(payload, owners)
+            parts = _divided_ask(payload, ownership)
             self._split = (payload, machine.epoch, parts)
         return parts.get(server, {})
 
@@ -433,12 +442,14 @@ class ServersClient:
         connection = self._connections.get(0 if kind == HEAD else number)
         session = self._plan.session if self._plan else ""
         packet = Packet(session=session, sender=(RANK, self._rank), target=to, word=word)
-        if connection is None:
+        if connection is None:  # one that came with a new ownership
+            self._book.search()
             return False
         return connection.send(encode(packet, payload, self._near.region_for(number)))
 
 
-def _divided_ask(ask: Mapping[str, Any], owners: Owners) -> dict[int, dict[str, Any]]:
+def _divided_ask(ask: Mapping[str, Any], ownership: Ownership) -> dict[int, dict[str, Any]]:
+    owners = ownership.owners
     parts: dict[int, dict[str, Any]] = {}
     for table, ids in ask.items():
         if isinstance(ids, Tensor):

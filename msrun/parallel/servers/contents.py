@@ -10,15 +10,19 @@ from torch import Tensor
 
 # Divides evenly among 1, 2, 3, 4, 6 and 12 servers.
 _SLICES = 12
+# A server steps slice by slice: its temporary memory is a few of them.
+_SLICES_OF_LARGE = 24
+_LARGE_BYTES = 32 << 20
 _SMALL_BYTES = 4 << 10
 _SLICE_BYTES_MAX = 1 << 30
 # State of a whole parameter, not of each element.
 _OF_ALL = frozenset({"step", "mu_product", "eta", "mu"})
 
 
-def slices_for(rows: int, row_bytes: int, servers: int = _SLICES) -> int:
-    """Return into how many slices a parameter is cut, for so many servers."""
+def slices_for(rows: int, row_bytes: int, servers: int = 0) -> int:
+    """Return into how many slices a parameter is cut; at least for so many servers, if given."""
     total = rows * row_bytes
+    servers = servers or (_SLICES_OF_LARGE if total >= _LARGE_BYTES else _SLICES)
     if total <= _SMALL_BYTES:
         return 1
     return min(rows, max(servers, -(-total // _SLICE_BYTES_MAX)), 1 << 16)

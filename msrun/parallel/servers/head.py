@@ -1,18 +1,22 @@
 """The coordinator's driver: a part of server 0, whose disk has its log.
 
 Rank 0 asks for a session (`Setup`).  The coordinator has all servers begin it (`Begin`), again and
-again until each has answered, and then drives its machine.
+again until each has answered, and then drives its machine.  Where there are to be other servers
+than before, it waits until the new ones are in the session, so that no rank waits for their start,
+and has those end that are too many, once nobody needs anything of them.
 """
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Collection
 from typing import Any
 
 from msrun.cluster.servers.coordinator import CoordinatorState
 from msrun.cluster.servers.events import (
     Arrived,
     CoordinatorEvent,
+    DivisionRecord,
+    Scale,
     SendMessage,
     ServersReleased,
     Unrecoverable,
@@ -29,6 +33,7 @@ from msrun.parallel.servers.wire import (
     Begun,
     JobEnds,
     Packet,
+    Released,
     SessionPlan,
     Setup,
     actor_of,
@@ -49,7 +54,7 @@ class Head:
 
     def __init__(self, disk: ServerDisk, servers: int, send: Send) -> None:
         self._disk = disk
-        self._servers = servers
+        self._wanted = servers
         self._send = send
         self._term = disk.count_start()
         self._plan: SessionPlan | None = None
@@ -57,7 +62,27 @@ class Head:
         self._begun: set[int] = set()
         self._begin_due = 0.0
         self._asking: dict[int, AskOwnership] = {}
+        self._release_due = 0.0
+        self._told = 0
+        self.known: Collection[int] = ()
         self.failure = ""
+
+    @property
+    def total(self) -> int:
+        """How many servers there are, with those that still have what others need."""
+        machine = self._machine
+        decision = machine.decision if machine else None
+        numbers = set(self.known)  # one too many is known until it has ended
+        if decision:
+            numbers.update(decision.pool, decision.before.servers if decision.before else ())
+        return max(self._wanted, max(numbers, default=0) + 1)
+
+    def scale(self, servers: int, now: float) -> None:
+        """Have so many servers."""
+        if servers != self._wanted:
+            self._wanted = servers
+            self._begin_due = now
+            self.tick(now)
 
     def go_on(self, session: str, now: float) -> None:
         """Go on with the session on disk, if it is this one."""
@@ -70,18 +95,41 @@ class Head:
         if self._plan is None or self._machine is None or self.failure:
             return None
         dues = [self._machine.deadline()]
-        dues.append(self._begin_due if len(self._begun) < self._servers else None)
+        dues.append(self._begin_due if self._unbegun() else None)
+        dues.append(self._release_due if self._needless() else None)
         return min((due for due in dues if due is not None), default=None)
 
     def tick(self, now: float) -> None:
         """Send again what was not answered."""
         if self._plan is None or self.failure:
             return
-        if now >= self._begin_due and len(self._begun) < self._servers:
-            for server in set(range(self._servers)) - self._begun:
+        if now >= self._begin_due and (unbegun := self._unbegun()):
+            for server in unbegun:
                 self._send((SERVER, server), Begin(plan=self._plan), self._plan.session)
             self._begin_due = now + self._plan.rules.retry
         self._feed(Tick(), now)
+        self._scale_if_ready(now)
+        if now >= self._release_due and (needless := self._needless()):
+            for server in needless:
+                self._send((SERVER, server), Released(), self._plan.session)
+            self._release_due = now + self._plan.rules.retry
+
+    def _unbegun(self) -> set[int]:
+        return set(range(self.total)) - self._begun
+
+    def _needless(self) -> list[int]:
+        """Return the servers that are one too many, and have nothing that anybody needs."""
+        decision = self._machine.decision if self._machine else None
+        if decision is None or decision.before or len(decision.pool) != self._wanted:
+            return []
+        return [server for server in self.known if server >= self._wanted]
+
+    def _scale_if_ready(self, now: float) -> None:
+        machine, wanted = self._machine, tuple(range(self._wanted))
+        if machine is None or machine.decision is None or machine.servers == wanted:
+            return
+        if self._begun.issuperset(wanted):
+            self._feed(Scale(wanted, machine.workers), now)
 
     def receive(self, packet: Packet, now: float) -> None:
         """Take a message for the coordinator."""
@@ -97,6 +145,7 @@ class Head:
             self._send(packet.sender, JobEnds(reason=self.failure), packet.session)
         elif isinstance(word, Begun):
             self._begun.add(packet.sender[1])
+            self._scale_if_ready(now)
         else:
             if isinstance(word, AskOwnership):
                 self._asking[word.worker] = word
@@ -109,12 +158,13 @@ class Head:
             term=self._term,
             rules=plan.rules,
             tables=tuple(plan.tables),
-            servers=decision.servers if decision else tuple(range(self._servers)),
+            servers=decision.servers if decision else tuple(range(self._wanted)),
             workers=decision.workers if decision else tuple(range(plan.workers)),
             decision=decision,
         )
         self._begun.clear()
         self._asking.clear()
+        self._told = decision.ownership.epoch if decision else 0
         self._begin_due = now
         self.tick(now)
 
@@ -136,9 +186,26 @@ class Head:
                     self._send(actor_of(to), message, self._plan.session)
                 case WriteDecision(decision=decision):
                     self._disk.write_decision(decision)
+                    self._tell(decision)
                 case ServersReleased():
-                    pass  # their processes end with the job
+                    self._release_due = now
                 case Unrecoverable(reason=reason):
                     self.failure = reason
                     for rank in range(self._plan.workers):
                         self._send((RANK, rank), JobEnds(reason=reason), self._plan.session)
+
+    def _tell(self, decision: DivisionRecord) -> None:
+        """Write to the log of server 0 who owns how much from now on."""
+        ownership = decision.ownership
+        if self._plan is None or ownership.epoch == self._told:
+            return
+        self._told = ownership.epoch
+        sizes = {table.name: table for table in self._plan.tables}
+        owned = {
+            server: sum(sizes[each.table].bytes_of(each.index) for each in slices)
+            for server in decision.pool
+            for slices in [ownership.slices_of(server)]
+        }
+        said = ", ".join(f"{nbytes} bytes on server {server}" for server, nbytes in owned.items())
+        text = f"msrun: epoch {ownership.epoch} from step {ownership.version} on: {said}"
+        print(text, flush=True)  # noqa: T201 - its log

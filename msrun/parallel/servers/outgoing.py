@@ -12,7 +12,7 @@ from typing import Any, Protocol
 import torch
 from torch import Tensor
 
-from msrun.cluster.servers.ownership import Table
+from msrun.cluster.servers.ownership import Ownership, Table
 from msrun.errors import ModelError
 from msrun.parallel.config import ROOT
 from msrun.parallel.servers.rows import Empty, RowGradients
@@ -48,37 +48,36 @@ class OutgoingPush:
         self._empty = empty
         self._divided: tuple[int, dict[int, Any]] = (0, {})
 
-    def part(self, server: int, epoch: int, owners: Mapping[str, list[int]]) -> dict[str, Any]:
-        """Return what is for one server under an ownership."""
-        if self._divided[0] != epoch:
-            self._divided = (epoch, self._divide(owners))
+    def part(self, server: int, ownership: Ownership) -> dict[str, Any]:
+        """Return what is for one server: of its slices, and of those it has copies of."""
+        if self._divided[0] != ownership.epoch:
+            self._divided = (ownership.epoch, self._divide(ownership))
         return {"gradients": self._divided[1].get(server, {}), "options": self._options}
 
-    def _divide(self, owners: Mapping[str, list[int]]) -> dict[int, dict[str, Any]]:
+    def _divide(self, ownership: Ownership) -> dict[int, dict[str, Any]]:
         parts: dict[int, dict[str, Any]] = {}
         for table, gradient in self._gradients.items():
+            owners = [*filter(None, (ownership.owners[table], ownership.copies.get(table)))]
             if isinstance(gradient, dict):
-                for index, server in enumerate(owners[table]):
-                    parts.setdefault(server, {}).setdefault(table, {})[index] = gradient[index]
+                for each in owners:
+                    for index, server in enumerate(each):
+                        parts.setdefault(server, {}).setdefault(table, {})[index] = gradient[index]
                 continue
-            ordered, counts = self._ordered(gradient, owners[table])
-            self._gradients[table] = ordered
-            ids, values = ordered.ids.split(counts), ordered.values.split(counts)
-            for server in sorted(set(owners[table])):
-                mine = [ids[server], values[server], gradient.is_sparse]
-                parts.setdefault(server, {})[table] = mine
+            for server in sorted({server for each in owners for server in each}):
+                mine = self._rows_of(gradient, server, owners)
+                parts.setdefault(server, {})[table] = [mine.ids, mine.values, mine.is_sparse]
         return parts
 
-    def _ordered(self, rows: RowGradients, owners: list[int]) -> tuple[RowGradients, list[int]]:
-        """Return gradients in the order of the servers, and how many each gets."""
-        if len(set(owners)) == 1:
-            return rows, [len(rows.ids) if n == owners[0] else 0 for n in range(owners[0] + 1)]
-        server = torch.as_tensor(owners)[rows.ids % len(owners)]
-        order = server.argsort(stable=True)
-        values = self._empty(rows.values.shape, rows.values.dtype)
-        torch.index_select(rows.values, 0, order, out=values)
-        ordered = RowGradients(ids=rows.ids[order], values=values, is_sparse=rows.is_sparse)
-        return ordered, server.bincount(minlength=max(owners) + 1).tolist()
+    def _rows_of(self, rows: RowGradients, server: int, owners: list[list[int]]) -> RowGradients:
+        """Return the gradients for one server."""
+        if any(set(each) == {server} for each in owners):
+            return rows
+        slices = rows.ids % len(owners[0])
+        is_mine = torch.tensor([[n == server for n in each] for each in owners]).any(0)
+        places = is_mine[slices].nonzero().flatten()
+        values = self._empty((len(places), *rows.values.shape[1:]), rows.values.dtype)
+        torch.index_select(rows.values, 0, places, out=values)
+        return RowGradients(ids=rows.ids[places], values=values, is_sparse=rows.is_sparse)
 
 
 def outgoing(

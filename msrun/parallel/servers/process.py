@@ -16,7 +16,7 @@ import signal
 import sys
 import tempfile
 from collections import deque
-from collections.abc import Callable, Mapping, Sequence
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -24,37 +24,16 @@ import torch
 
 from msrun import environ
 from msrun.cluster.servers.events import (
-    ApplyStep,
     Arrived,
-    AssembleSlices,
-    DropSnapshots,
-    KeepSlices,
-    LoadSnapshot,
-    Saved,
-    SaveSnapshot,
-    SendMessage,
-    SendRows,
-    SendSlices,
-    ServerAction,
-    ServerEvent,
 )
-from msrun.cluster.servers.messages import Adopt, Header, Rows
-from msrun.cluster.servers.ownership import Slice
-from msrun.cluster.servers.server import ServerState
+from msrun.cluster.servers.messages import Header
 from msrun.cluster.tick import Tick
 from msrun.environ import ServersPlace
 from msrun.errors import ProtocolError, UsageError
-from msrun.parallel.servers.addresses import AddressBook, read_key
-from msrun.parallel.servers.disk import ServerDisk, contents_of, slices_of
+from msrun.parallel.servers.addresses import AddressBook, read_count, read_key
+from msrun.parallel.servers.disk import ServerDisk
 from msrun.parallel.servers.head import Head
-from msrun.parallel.servers.rows import (
-    RowGradients,
-    ServerRows,
-    SliceGradients,
-    SliceState,
-    WorkerPush,
-)
-from msrun.parallel.servers.shared_memory import SharedRegion
+from msrun.parallel.servers.server_session import ServerSession
 from msrun.parallel.servers.sharing import NearRanks
 from msrun.parallel.servers.wire import (
     HEAD,
@@ -68,12 +47,12 @@ from msrun.parallel.servers.wire import (
     FirstContents,
     Hail,
     Packet,
+    Released,
     SessionPlan,
     Setup,
     Share,
     Shared,
-    WantContents,
-    actor_of,
+    Word,
     decode,
     encode,
 )
@@ -81,182 +60,7 @@ from msrun.transport.data_sockets import DataConnection, DataListener
 from msrun.transport.loop import Loop, new_context
 from msrun.transport.sockets import listen
 
-# What a pull asks of a table beside rows by their numbers: all rows, and with them the state.
-WHOLE = "whole"
-STATE = "state"
-# As `WHOLE`, until the rank's next pull: on one node it may be the live rows of a sync server.
-LENT = "lent"
 _MEET_SECONDS = 0.3
-
-
-def push_of(payload: Mapping[str, Any]) -> WorkerPush:
-    """Return a push from its payload."""
-    gradients: dict[str, RowGradients | SliceGradients] = {}
-    for table, part in payload["gradients"].items():
-        if isinstance(part, dict):
-            gradients[table] = SliceGradients(part)
-        else:
-            ids, values, is_sparse = part
-            gradients[table] = RowGradients(ids=ids, values=values, is_sparse=is_sparse)
-    return WorkerPush(gradients=gradients, options=payload["options"])
-
-
-class ServerSession:
-    """What a server holds in one session: its machine, its rows, and what it still waits for.
-
-    Args:
-        server: Its number.
-        life: Of the process.
-        plan: Of the session.
-        disk: Of the server.
-        near: The ranks that share memory with it.
-        send: Sends a word and a payload to an actor.
-    """
-
-    def __init__(
-        self,
-        server: int,
-        life: int,
-        plan: SessionPlan,
-        disk: ServerDisk,
-        *,
-        near: NearRanks,
-        send: Callable[[Actor, Header, Any], None],
-    ) -> None:
-        self.plan = plan
-        self._near = near
-        self._server = server
-        self._disk = disk
-        self._send = send
-        self._rows = ServerRows(plan.counts, plan.recipe)
-        self._events: deque[ServerEvent] = deque()
-        self._kept: dict[Slice, SliceState] = {}
-        # The first ownership waits here until the ranks have sent the contents.
-        self._adopt: Adopt | None = None
-        self._first: dict[Slice, SliceState] = {}
-        self._machine = ServerState(
-            server=server, life=life, rules=plan.rules, disk=disk.snapshots()
-        )
-
-    def deadline(self) -> float | None:
-        """Return when `Tick` is due; None where nothing is."""
-        return self._machine.deadline()
-
-    def feed(self, event: ServerEvent, now: float) -> None:
-        """Let the machine have an event, and do what follows."""
-        if isinstance(event, Arrived) and isinstance(event.message, Adopt):
-            adopt = event.message
-            if self._needs_contents(adopt):
-                self._adopt = adopt
-                self.want()
-                return
-        self._events.append(event)
-        while self._events:
-            for action in self._machine.handle(self._events.popleft(), now=now):
-                self._act(action)
-
-    def _needs_contents(self, adopt: Adopt) -> bool:
-        is_first = adopt.before is None and adopt.ownership.epoch == 1
-        owned = set(adopt.ownership.slices_of(self._server))
-        is_new = self._machine.epoch == 0 and not self._machine.disk
-        return is_first and is_new and not owned <= self._first.keys()
-
-    def want(self) -> None:
-        """Ask the ranks for the first contents that are missing."""
-        if self._adopt is None:
-            return
-        asked: dict[int, dict[str, list[int]]] = {}
-        for piece in self._adopt.ownership.slices_of(self._server):
-            if piece not in self._first:
-                of_rank = asked.setdefault(self.plan.suppliers[piece.table], {})
-                of_rank.setdefault(piece.table, []).append(piece.index)
-        for rank, slices in asked.items():
-            self._send((RANK, rank), WantContents(slices=slices), None)
-
-    def take(self, contents: Any, now: float) -> None:
-        """Take first contents; with the last of them the ownership begins."""
-        if self._adopt is None:
-            return
-        self._first |= slices_of(contents)
-        if not self._needs_contents(self._adopt):
-            adopt, self._adopt = self._adopt, None
-            self.feed(Arrived(adopt), now)
-
-    def _act(self, action: ServerAction) -> None:
-        match action:
-            case SendMessage(to=to, message=message, payload=payload):
-                self._send(actor_of(to), message, payload)
-            case SendRows(message=message, ask=ask):
-                self._send((RANK, message.worker), message, self._read(message, ask))
-            case ApplyStep(version=version, pushes=pushes):
-                self._apply(version, pushes)
-            case SaveSnapshot(snapshot=snapshot):
-                self._disk.save(snapshot, self._rows.here())
-                self._events.append(Saved(snapshot.epoch, snapshot.version))
-            case DropSnapshots(which=which):
-                self._disk.drop(which)
-            case LoadSnapshot(epoch=epoch, version=version):
-                self._rows.replace(self._disk.load(epoch, version))
-            case KeepSlices(payload=payload):
-                self._kept |= slices_of(payload)  # type: ignore[arg-type]
-            case SendSlices(asked=asked, message=message):
-                here = self._disk.load(asked.base, asked.version)
-                lent = contents_of({piece: here[piece] for piece in asked.slices})
-                self._send((SERVER, asked.server), message, lent)
-            case AssembleSlices():
-                self._assemble(action)
-
-    def _apply(self, version: int, pushes: Sequence[tuple[int, Any]]) -> None:
-        given = {rank: push_of(payload) for rank, payload in pushes}
-        self._rows.apply(list(given.values()))
-        for rank, push in given.items():
-            self._rows.note(rank, push, version)
-
-    def _assemble(self, action: AssembleSlices) -> None:
-        if action.base is None:
-            found = self._first
-        else:
-            here = self._disk.load(action.base, action.ownership.version) if action.own else {}
-            found = self._kept | {piece: here[piece] for piece in action.own}
-        owned = action.ownership.slices_of(self._server)
-        self._rows.replace({piece: found[piece] for piece in owned})
-        self._kept, self._first = {}, {}
-
-    def _read(self, message: Rows, ask: Any) -> dict[str, Any]:
-        """Return what a pull asks for."""
-        rows: dict[str, Any] = {}
-        lent: list[torch.Tensor] = []
-        region = self._near.memory_for(message.worker)
-        for table, ids in (ask or {}).items():
-            if isinstance(ids, torch.Tensor):
-                found = self._rows.read(table, ids, region.empty if region else None)
-                rows[table] = found
-                lent.append(found)
-            elif isinstance(ids, list):
-                rows[table] = self._changed(message, table, ids, region)
-                lent.append(rows[table][2])
-            elif ids == LENT and region:
-                is_live = self.plan.rules.is_sync
-                pieces = self._rows.lend(table, region.empty, is_live=is_live)
-                rows[table] = {piece.index: each for piece, each in pieces.items()}
-                lent.extend(pieces.values())
-            else:
-                rows[table] = {
-                    piece.index: [at_rest.rows, at_rest.state] if ids == STATE else at_rest.rows
-                    for piece, at_rest in self._rows.here(table).items()
-                }
-        self._near.lend(message.worker, message.part, lent if region else [])
-        return rows
-
-    def _changed(
-        self, message: Rows, table: str, ask: list[torch.Tensor], region: SharedRegion | None
-    ) -> list[Any]:
-        """Return which rows a rank's cache has as they are, and the others with their state."""
-        ids, versions = ask
-        fresh = self._rows.are_fresh(table, message.worker, ids, versions, message.version)
-        changed = ids[~fresh]
-        rows = self._rows.read(table, changed, region.empty if region else None)
-        return [message.version, fresh, rows, *self._rows.read_state(table, changed)]
 
 
 class ServerProcess:
@@ -290,14 +94,24 @@ class ServerProcess:
         self._connections: dict[int, DataConnection] = {}
         self._session: ServerSession | None = None
         self._head: Head | None = None
+        wanted = None
         if place.server == 0:
-            self._head = Head(ServerDisk(folder / "head"), place.count, self._send_of_head)
+            wanted = partial(read_count, place.directory)
+            count = place.count
+            if place.directory:
+                count = wanted() or count
+            self._head = Head(ServerDisk(folder / "head"), count, self._send_of_head)
         read, self._wake = os.pipe2(os.O_NONBLOCK | os.O_CLOEXEC)
         loop.watch(read, lambda: self._on_store(read))
         self._book = AddressBook(
-            master, place.count, self._store_changed, own=(place.server, address)
+            master,
+            place.count,
+            self._store_changed,
+            own=(place.server, address),
+            wanted=wanted,
         )
         self._is_known = False
+        self._counted = 0
         # For this process itself: the coordinator and server 0 talk to each other.
         self._inbox: deque[tuple[Packet, Any]] = deque()
 
@@ -318,7 +132,10 @@ class ServerProcess:
     def _on_store(self, read: int) -> None:
         os.read(read, 4096)
         session = self._book.session
+        if self._head:
+            self._head.known = tuple(self._book.addresses)
         if self._is_known or session is None:
+            self._scale()
             return
         # The ranks are in this session since before this process: it has started again.
         self._is_known = True
@@ -330,6 +147,12 @@ class ServerProcess:
             self._begin(plan)
         if self._head:
             self._head.go_on(session, self._loop.now())
+        self._scale()
+
+    def _scale(self) -> None:
+        """Have as many servers as the launcher says."""
+        if self._head and self._book.wanted:
+            self._head.scale(self._book.wanted, self._loop.now())
         self._settle()
 
     def _meet(self) -> None:
@@ -358,10 +181,15 @@ class ServerProcess:
         """Deliver what this process has sent to itself, one after the other."""
         while self._inbox:
             self._deliver(*self._inbox.popleft())
+        if self._head and self._head.total != self._counted:
+            self._counted = self._head.total
+            self._book.count(self._counted)
         if self._head and self._head.failure:
             self._loop.stop()
 
     def _receive(self) -> None:
+        if self._session:
+            self._session.tidy()
         for route, parts in self._listener.receive():
             try:
                 packet, payload = decode(parts, self._near.regions)
@@ -394,8 +222,14 @@ class ServerProcess:
                 self._disk.write_plan(word.plan)
                 self._begin(word.plan)
             self._send((HEAD, 0), Begun())
-        elif session is None or packet.session != session.plan.session:
-            return
+        elif session and packet.session == session.plan.session:
+            self._hear(session, word, payload)
+
+    def _hear(self, session: ServerSession, word: Word, payload: Any) -> None:
+        now = self._loop.now()
+        if isinstance(word, Released):
+            self._book.withdraw()
+            self._loop.stop()
         elif isinstance(word, Hail):
             session.want()
         elif isinstance(word, FirstContents):
@@ -432,6 +266,8 @@ class ServerProcess:
             self._inbox.append((packet, payload))
         elif connection := self._connection(number):
             connection.send(encode(packet, payload))
+        else:
+            self._book.search()
 
     def _connection(self, server: int) -> DataConnection | None:
         address = self._book.addresses.get(server)

@@ -46,10 +46,11 @@ from msrun.parallel.servers.recipe import options_of, recipe_of, try_recipe
 from msrun.parallel.servers.routing import places_by_server
 from msrun.parallel.servers.rows import RowGradients
 from msrun.parallel.servers.wire import SessionPlan
+from msrun.parallel.settings.servers import ServerParameters
 from msrun.transport.data_sockets import FRAME_BYTES_MAX
 
 KEY = f"{ROOT}.servers"
-# What to ask for of whole parameters: see `process`.
+# What to ask for of whole parameters: see `server_session`.
 WHOLE = "whole"
 STATE = "state"
 LENT = "lent"
@@ -73,9 +74,7 @@ def find(
     """
     if config.servers is None:
         return set()
-    if not environ.servers_place(environ.current()).count:
-        text = f"{KEY}: this job has no servers"
-        raise ConfigError(text, hint="start it with msrun --server-num N")
+    _check_number(config.servers)
     axes = [axis for axis, size in layout.axes.items() if size > 1 and axis != DATA_AXIS]
     if axes:
         text = f"{KEY}: works with the axis {DATA_AXIS} alone, and the mesh has {axes[0]}"
@@ -98,6 +97,21 @@ def find(
                 f"{KEY}: {name} is {named[name].dtype}, and servers take real numbers"
             )
     return found
+
+
+def _check_number(servers: ServerParameters) -> None:
+    """Refuse a job without servers, or with too few of them.
+
+    Raises:
+        ConfigError: It is such a job.
+    """
+    count = environ.servers_place(environ.current()).count
+    if not count:
+        text = f"{KEY}: this job has no servers"
+        raise ConfigError(text, hint="start it with msrun --server-num N")
+    if servers.replicas and count == 1:
+        text = f"{KEY}.replicas: 1 needs another server, and this job has one"
+        raise ConfigError(text, hint="start it with msrun --server-num 2")
 
 
 class RemoteParameter:
@@ -292,6 +306,7 @@ class RemoteParameters:
                 staleness=settings.staleness,
                 every=settings.snapshot.every,
                 retry=1.0 + total / _SLOW,
+                replicas=settings.replicas,
             ),
             workers=ranks,
             directory=settings.snapshot.dir or "",

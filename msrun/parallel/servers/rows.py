@@ -8,6 +8,8 @@ optimizer would see the table.
 
 from __future__ import annotations
 
+import contextlib
+import ctypes
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
 
@@ -113,6 +115,8 @@ class ServerRows:
         self._touches: dict[str, Touches] = {}
         # Those whose rows are in shared memory.
         self._near: dict[Slice, Tensor] = {}
+        self.traffic: dict[Slice, float] = {}
+        """Slice -> bytes of its rows that were pulled and pushed since it is here."""
 
     @property
     def nbytes(self) -> int:
@@ -128,6 +132,7 @@ class ServerRows:
         """Own these slices, and no other."""
         self._live = {piece: self._revive(piece, state) for piece, state in contents.items()}
         self._near, self._touches = {}, {}
+        self.traffic.clear()
 
     def _revive(self, piece: Slice, at_rest: SliceState) -> _Live:
         parameter = nn.Parameter(at_rest.rows.clone())
@@ -141,6 +146,10 @@ class ServerRows:
         """Return copies of all slices."""
         return {piece: live.at_rest() for piece, live in self._live.items()}
 
+    def copy(self, piece: Slice) -> SliceState:
+        """Return a slice as it is now, which no step changes."""
+        return self._live[piece].at_rest()
+
     def here(self, table: str | None = None) -> dict[Slice, SliceState]:
         """Return all slices, or those of a table, which the next step changes in place."""
         return {
@@ -149,10 +158,11 @@ class ServerRows:
             if table is None or piece.table == table
         }
 
-    def lend(self, table: str, empty: Empty, *, is_live: bool) -> dict[Slice, Tensor]:
-        """Return the rows of a table in memory that `empty` makes: the live ones, or copies."""
+    def lend(self, slices: Iterable[Slice], empty: Empty, *, is_live: bool) -> dict[Slice, Tensor]:
+        """Return the rows of slices in memory that `empty` makes: the live ones, or copies."""
         found = {}
-        for piece, live in self._pieces(table).items():
+        for piece in slices:
+            live = self._live[piece]
             rows = self._near.get(piece)
             if rows is None or not is_live:
                 rows = empty(live.parameter.shape, live.parameter.dtype)
@@ -160,6 +170,7 @@ class ServerRows:
             if is_live:
                 self._near[piece] = live.parameter.data = rows
             found[piece] = rows
+            self.count_bytes(piece, rows)
         return found
 
     def read(self, table: str, ids: Tensor, empty: Empty | None = None) -> Tensor:
@@ -170,10 +181,13 @@ class ServerRows:
         found = (empty or _empty)((len(ids), *first.shape[1:]), first.dtype)
         if count == 1:
             torch.index_select(first.detach(), 0, ids, out=found)
+            self.count_bytes(next(iter(pieces)), found)
             return found
         for piece, live in pieces.items():
             places = (ids % count == piece.index).nonzero().flatten()
-            found[places] = live.parameter.detach()[ids[places] // count]
+            rows = live.parameter.detach()[ids[places] // count]
+            found[places] = rows
+            self.count_bytes(piece, rows)
         return found
 
     def read_state(self, table: str, ids: Tensor) -> tuple[dict[str, Tensor], dict[str, object]]:
@@ -230,10 +244,17 @@ class ServerRows:
     def _part(self, piece: Slice, part: RowGradients | SliceGradients) -> _Part:
         """Return the places in a slice of the rows that are in it, and their gradients."""
         if isinstance(part, SliceGradients):
+            self.count_bytes(piece, part.values[piece.index])
             return None, part.values[piece.index]
         count = self._counts[piece.table]
         is_here = part.ids % count == piece.index
-        return part.ids[is_here] // count, part.values[is_here]
+        values = part.values[is_here]
+        self.count_bytes(piece, values)
+        return part.ids[is_here] // count, values
+
+    def count_bytes(self, piece: Slice, moved: Tensor) -> None:
+        """Note rows of a slice that were pulled or pushed."""
+        self.traffic[piece] = self.traffic.get(piece, 0.0) + moved.nbytes
 
 
 def _empty(shape: Sequence[int], dtype: torch.dtype) -> Tensor:
@@ -269,6 +290,12 @@ def added(parameter: nn.Parameter, parts: Iterable[_Part], *, is_sparse: bool) -
     return torch.sparse_coo_tensor(
         used[None], total, parameter.shape, is_coalesced=True, check_invariants=True
     )
+
+
+def trim() -> None:
+    """Return freed memory to the kernel, which keeps it otherwise where tensors lay beside it."""
+    with contextlib.suppress(AttributeError):  # of the C library of GNU
+        ctypes.CDLL(None).malloc_trim(0)
 
 
 def cut(weight: Tensor, table: str, count: int) -> dict[Slice, SliceState]:

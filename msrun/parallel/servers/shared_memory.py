@@ -42,7 +42,6 @@ from torch import Tensor
 SHARED_BYTES_MIN = 16 << 10
 _TOKEN_BYTES = 32
 _PAGE = 4096
-_HUGE = 2 << 20
 _PART_OF_MEMORY = 2
 _SEALS = fcntl.F_SEAL_SHRINK | fcntl.F_SEAL_GROW | fcntl.F_SEAL_SEAL
 
@@ -74,7 +73,7 @@ class SharedRegion:
     """
 
     def __init__(self, size: int) -> None:
-        self._size = -(-size // _HUGE) * _HUGE
+        self._size = _whole_pages(size)
         flags = os.MFD_CLOEXEC | os.MFD_ALLOW_SEALING
         self._descriptor = os.memfd_create("msrun-servers", flags)
         try:
@@ -86,8 +85,6 @@ class SharedRegion:
             os.close(self._descriptor)
             raise
         weakref.finalize(self, os.close, self._descriptor).atexit = False
-        with contextlib.suppress(OSError):
-            self._map.madvise(mmap.MADV_HUGEPAGE)
         self._token = os.urandom(_TOKEN_BYTES)
         self._map[:_TOKEN_BYTES] = self._token
         self._begin = torch.frombuffer(self._map, dtype=torch.uint8).data_ptr()
@@ -133,13 +130,11 @@ class SharedRegion:
         while self._given_back:
             self._put(*self._given_back.popleft())
         wanted = _whole_pages(nbytes)
-        align = _HUGE if wanted >= _HUGE else _PAGE
         for index, (begin, size) in enumerate(self._free):
-            at = -(-begin // align) * align
-            if at + wanted <= begin + size:
-                rest = [(begin, at - begin), (at + wanted, begin + size - at - wanted)]
-                self._free[index : index + 1] = [each for each in rest if each[1]]
-                return at
+            if wanted <= size:
+                rest = [(begin + wanted, size - wanted)] if wanted < size else []
+                self._free[index : index + 1] = rest
+                return begin
         return None
 
     def _put(self, begin: int, size: int) -> None:

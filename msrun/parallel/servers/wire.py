@@ -125,8 +125,13 @@ class JobEnds(Header, frozen=True, tag=True, kw_only=True, forbid_unknown_fields
     reason: str
 
 
+class Released(Header, frozen=True, tag=True, kw_only=True, forbid_unknown_fields=True):
+    """The coordinator tells a server that it is one too many, and has nothing that others lack."""
+
+
 Sharing = Share | Shared | CanRead
-Word = Message | Setup | Begin | Begun | Hail | WantContents | FirstContents | JobEnds | Sharing
+Greeting = Setup | Begin | Begun | Hail | WantContents | FirstContents
+Word = Message | Greeting | JobEnds | Sharing | Released
 
 
 class Packet(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):

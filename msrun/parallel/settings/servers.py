@@ -62,6 +62,8 @@ class ServerParameters(ConfigSection, frozen=True, kw_only=True):
         snapshot: Snapshots of the servers.
         shared_memory: Whether ranks and servers of one node pass tensors in shared memory; `false`
             sends them over sockets, as between nodes.
+        replicas: 1 has the next server keep a hot copy of what each server owns, so that one that
+            is killed goes on at once.  For `sync: true`, and two servers or more.
     """
 
     params: list[str]
@@ -69,10 +71,15 @@ class ServerParameters(ConfigSection, frozen=True, kw_only=True):
     cache: ServerCache | None = None
     snapshot: ServerSnapshots = ServerSnapshots()
     shared_memory: bool = True
+    replicas: int = 0
 
     def __post_init__(self) -> None:
         if self.sync is False:
             raise ValueError("sync: false sets no bound (choose true or {staleness: N})")
+        if self.replicas not in (0, 1):
+            raise ValueError(f"replicas: {self.replicas} (choose 0 or 1)")
+        if self.replicas and self.staleness:
+            raise ValueError("replicas: 1 needs sync: true, since copies do the same steps")
         if not self.params:
             raise ValueError("params: names no parameter")
         if self.cache and self.staleness:

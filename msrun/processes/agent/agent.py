@@ -22,6 +22,7 @@ from msrun.cluster.agent.events import (
     Action,
     Announce,
     Conclude,
+    CountServers,
     Event,
     ForwardSignal,
     GenerationSwept,
@@ -98,6 +99,10 @@ def run(plan: LaunchPlan) -> int:
     return background.run(
         body, name=plan.job.job_id, log_file=own.journal_file, has_forked=own.hear_signals
     )
+
+
+# What is not for the scheduler or the user.
+_ORDERS = (ForwardSignal, SweepGeneration, StartServer, SignalServers, CountServers)
 
 
 def _run(own: Place, when_running: Callable[[], None]) -> int:
@@ -460,7 +465,8 @@ class Agent:
             return
         event = self._servers.take(report, now=self._loop.now())
         if isinstance(event, ServerEnded) and self._state.phase is not AgentPhase.LEAVING:
-            self._console.say(sentences.server_ended(event.exit))
+            is_leaving = self._servers.machine.is_leaving(event.exit.rank)
+            self._console.say(sentences.server_ended(event.exit, is_leaving=is_leaving))
         self._handle(event)
 
     def _on_worker_end(self, end: orders.Exited) -> None:
@@ -482,7 +488,7 @@ class Agent:
     def _perform(self, actions: list[Action]) -> None:
         self._helpers.wake_for(actions)
         for action in actions:
-            if isinstance(action, ForwardSignal | SweepGeneration | StartServer | SignalServers):
+            if isinstance(action, _ORDERS):
                 self._order(action)
                 continue
             match action:
@@ -502,7 +508,9 @@ class Agent:
                     self._verdict = verdict
                     self._loop.stop()
 
-    def _order(self, action: ForwardSignal | SweepGeneration | StartServer | SignalServers) -> None:
+    def _order(
+        self, action: ForwardSignal | SweepGeneration | StartServer | SignalServers | CountServers
+    ) -> None:
         match action:
             case ForwardSignal(ranks=ranks, signum=signum):
                 self._node.signal_workers(ranks, signum)

@@ -6,6 +6,8 @@ import os
 from collections.abc import Sequence
 from pathlib import Path
 
+import msgspec
+
 from msrun import environ
 from msrun.backend import LaunchPlan, WorkerPlan
 from msrun.cluster.liveness.lease import Lease, lease
@@ -133,7 +135,7 @@ class NodeResources:
         """Return what this node tells the scheduler of itself."""
         return Register(
             host=self._plan.machine.host,
-            slots=self._job.workers_per_node,
+            slots=0 if self._job.is_server else self._job.workers_per_node,
             store_host=self.store[0],
             store_port=int(self.store[1]),
             node_rank=self._job.node_rank,
@@ -223,6 +225,18 @@ class NodeResources:
 
             directory = Path(node_plan.servers_directory(self.run_dir))
             server_files.hand_over(directory, self._secret, self._job.job_id)
+
+    def count_servers(self, total: int) -> None:
+        """Let server 0 and all processes from now on know how many servers there are.
+
+        Raises:
+            OSError: It cannot be written.
+        """
+        from msrun.processes import server_files
+
+        self._job = msgspec.structs.replace(self._job, servers=total)
+        self.hand_over_servers()
+        server_files.count(Path(node_plan.servers_directory(self.run_dir)), total)
 
     def server_env(self, number: int, error_file: str) -> dict[str, str]:
         """Return the environment of a parameter server, once there are workers.
@@ -319,7 +333,9 @@ class NodeResources:
         plans = node_plan.plan_workers(self._job, self._plan.machine, placement, self._base)
         self._worker_env = plans[0].env
         try:
-            self._workers = [self._order_worker(generation, plan, until, output) for plan in plans]
+            self._workers = [
+                self._order_worker(generation, plan, until, output) for plan in plans[: start.count]
+            ]
         except OSError as error:
             msg = f"generation {generation} cannot be started: {error.filename}: {error.strerror}"
             raise MsrunError(msg, hint="see `ulimit -n` and free space") from error

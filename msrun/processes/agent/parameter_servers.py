@@ -7,7 +7,13 @@ from pathlib import Path
 import msgspec
 
 from msrun.backend import WorkerPlan
-from msrun.cluster.agent.events import ServerEnded, ServerStarted, SignalServers, StartServer
+from msrun.cluster.agent.events import (
+    CountServers,
+    ServerEnded,
+    ServerStarted,
+    SignalServers,
+    StartServer,
+)
 from msrun.cluster.agent.servers import NodeServers
 from msrun.errors import MsrunError
 from msrun.job import JobSpec
@@ -40,7 +46,9 @@ class ParameterServers:
         """Pids of the servers that live."""
         return {server.pid for server in self._running.values() if server.pid}
 
-    def perform(self, action: StartServer | SignalServers, until: float | None) -> None:
+    def perform(
+        self, action: StartServer | SignalServers | CountServers, until: float | None
+    ) -> None:
         """Do what the state machine asks for.
 
         Args:
@@ -53,8 +61,18 @@ class ParameterServers:
         if isinstance(action, StartServer):
             self._start(action, until)
             return
+        if isinstance(action, CountServers):
+            self._count(action.total)
+            return
         order = orders.ServerSignal(servers=list(action.servers), signum=action.signum)
         self._node.tree.forkserver.send(order)
+
+    def _count(self, total: int) -> None:
+        try:
+            self._node.count_servers(total)
+        except OSError as error:
+            msg = f"servers cannot be counted: {error.filename}: {error.strerror}"
+            raise MsrunError(msg, hint="see free space") from error
 
     def _start(self, action: StartServer, until: float | None) -> None:
         number = action.server

@@ -34,8 +34,10 @@ def restarting(announced: Restarting) -> str:
     )
 
 
-def server_ended(end: RankExit) -> str:
-    """Return how a parameter server ended."""
+def server_ended(end: RankExit, *, is_leaving: bool) -> str:
+    """Return how a parameter server ended, which may be one too many."""
+    if is_leaving and end.succeeded:
+        return f"msrun: server {end.rank} has ended: other servers have its rows"
     return f"warning: {end.sentence()}; log: {end.log_file}"
 
 

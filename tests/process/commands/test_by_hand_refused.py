@@ -11,17 +11,34 @@ from terminals import TELL
 
 pytestmark = pytest.mark.process
 
-ALIKE = "MS_SCHED_HOST, MS_SCHED_PORT and MS_WORKER_NUM are the same in every process of a cluster"
-
-NO_SERVERS = "a cluster that is started by hand has no parameter servers in this version"
+ALIKE = (
+    "MS_SCHED_HOST, MS_SCHED_PORT, MS_WORKER_NUM and MS_SERVER_NUM are the same in every process "
+    "of a cluster"
+)
+SERVER = {"MS_ROLE": "MS_PSERVER"}
 
 
 @pytest.mark.parametrize(
     ("variables", "sentence"),
     [
-        ({"MS_ROLE": "MS_BOSS"}, "MS_ROLE=MS_BOSS is no role (choose MS_SCHED or MS_WORKER)"),
-        ({"MS_ROLE": "MS_PSERVER"}, f"MS_ROLE=MS_PSERVER: {NO_SERVERS}"),
-        ({"MS_SERVER_NUM": "2"}, f"MS_SERVER_NUM=2: {NO_SERVERS}"),
+        (
+            {"MS_ROLE": "MS_BOSS"},
+            "MS_ROLE=MS_BOSS is no role (choose MS_SCHED, MS_WORKER, MS_PSERVER)",
+        ),
+        (SERVER, f"MS_ROLE=MS_PSERVER is set, and no MS_SERVER_NUM\n  hint: {ALIKE}"),
+        (
+            SERVER | {"MS_SERVER_NUM": "0"},
+            f"MS_ROLE=MS_PSERVER is set, and MS_SERVER_NUM=0\n  hint: {ALIKE}",
+        ),
+        ({"MS_SERVER_NUM": "x"}, "MS_SERVER_NUM=x is no whole number from 0 to 1024"),
+        (
+            SERVER | {"MS_SERVER_NUM": "2", "MS_NODE_ID": "2"},
+            "MS_NODE_ID=2 is no number of a server of MS_SERVER_NUM=2 (choose 0 to 1)",
+        ),
+        (
+            {"MS_SERVER_NUM": "2", "MSRUN_FRAMEWORK": "mindspore"},
+            "MS_SERVER_NUM=2: servers are for workers of torch, and --framework mindspore has none",
+        ),
         *(
             ({name: None}, f"MS_ROLE=MS_WORKER is set and {name} is not\n  hint: {ALIKE}")
             for name in ("MS_SCHED_HOST", "MS_SCHED_PORT", "MS_WORKER_NUM")

@@ -3,6 +3,7 @@
 import heapq
 import random
 
+import msgspec
 import server_mutants
 from server_world import HEAD, NullDriver, ServersViolationError, ServerWorld
 
@@ -29,10 +30,13 @@ class ServerChaos(NullDriver):
         self.save_time = draw.choice([0.01, 0.5, 3.0])
         self.pace = draw.choice([0.1, 1.0])
         self.parts = 1
+        self.replicas = 0
         for name, value in odds.items():
             setattr(self, name, value)
         staleness = draw.choice([0, 0, 0, 1, 3, float("inf")])
         self.rules = Rules(staleness=staleness, every=draw.choice([1, 3, 7]), retry=1.0)
+        if self.replicas and not staleness:
+            self.rules = msgspec.structs.replace(self.rules, replicas=1)
         servers, workers = draw.randint(1, 3), draw.randint(1, 4)
         steps = draw.choice([3, 10, 25])
         lengths = dict.fromkeys(range(8), steps)
@@ -171,11 +175,11 @@ class ServerChaos(NullDriver):
                 self.tell("tick", *actor)
 
 
-def broken(seed, mutant=""):
+def broken(seed, mutant="", odds=None):
     """Return the promise that a seed breaks, or None."""
-    build, odds = server_mutants.SERVER_MUTANTS[mutant]
+    build, loaded = server_mutants.SERVER_MUTANTS[mutant]
     try:
-        ServerChaos(seed, build, **odds).run()
+        ServerChaos(seed, build, **loaded, **(odds or {})).run()
     except ServersViolationError as violation:
         return str(violation)
     return None

@@ -5,7 +5,7 @@ from server_world import ServersBuild
 
 from msrun.cluster.servers.coordinator import CoordinatorState
 from msrun.cluster.servers.messages import Adopted, Frozen, WorkerStep
-from msrun.cluster.servers.server import ServerState
+from msrun.cluster.servers.server import ServerPhase, ServerState
 from msrun.cluster.servers.worker import WorkerState
 
 
@@ -47,6 +47,30 @@ class LosesRows(ServerState):
         if message.server in self._missing:
             self._missing = {message.server: message.slices}
         super()._take(message, payload)
+
+
+class MixesCopies(ServerState):
+    """Takes copies as they come, of whatever versions."""
+
+    def _take_copies(self, message, payload):
+        if message.now and self.ownership:
+            copies = self._copies.items()
+            version = message.now.version
+            alike = {
+                peer: (slices, now and msgspec.structs.replace(now, version=version))
+                for peer, (slices, now) in copies
+            }
+            self._copies = alike
+        super()._take_copies(message, payload)
+
+
+class CopiesAnything(ServerState):
+    """Lends copies of what it has not got back itself."""
+
+    def _copy(self, asked):
+        phase, self.phase = self.phase, ServerPhase.SERVING
+        super()._copy(asked)
+        self.phase = phase
 
 
 class AddsAsTheyCome(ServerState):
@@ -168,5 +192,13 @@ SERVER_MUTANTS = {
     ),
     "forgetspushes": (ServersBuild(worker=ForgetsPushes), {}),
     "neverasksagain": (ServersBuild(worker=NeverAsksAgain), {"kills": 0.2, "victims": "server"}),
+    "mixescopies": (
+        ServersBuild(server=MixesCopies),
+        {"replicas": 1, "kills": 0.1, "victims": "server"},
+    ),
+    "copiesanything": (
+        ServersBuild(server=CopiesAnything),
+        {"replicas": 1, "kills": 0.3, "victims": "server"},
+    ),
     "nolog": (ServersBuild(log=False), {"kills": 0.1, "victims": "head"}),
 }

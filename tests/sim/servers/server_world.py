@@ -151,6 +151,7 @@ class ServerWorld:
         self.kills = {"server": 0, "worker": 0, "head": 0}
         self.has_other_workers = False
         self.rollbacks = 0
+        self.copied = self.loaded = 0  # how often a server that was killed went on, and from what
         self.given = {}  # clocks that workers were given for pushes that they never made
         self.left = set()
         self.outputs = []
@@ -319,7 +320,24 @@ class ServerWorld:
                 counts[rank] = counts.get(rank, 0) + 1
             life.rows[piece] = (stepped(value, action.version, terms), counts)
 
+    def _SendCopies(self, actor, action):  # noqa: N802
+        asked, rows = action.asked, self.alive[actor].rows
+        self._post(
+            ("server", asked.server),
+            action.message,
+            {p: rows[p] for p in asked.slices if p in rows},
+        )
+
+    def _TakeCopies(self, actor, _action):  # noqa: N802
+        life = self.alive[actor]
+        life.rows, life.kept = life.kept, {}
+        held = set(life.state.ownership.slices_of(actor[1]))
+        self.require(life.rows.keys() == held, "S4 rows are lost on the way", held)
+        self.copied += 1
+
     def _LoadSnapshot(self, actor, action):  # noqa: N802
+        self.alive[actor].kept = {}
+        self.loaded += self.machine(actor).version > 0
         self.alive[actor].rows = dict(self.disks[actor[1]].rows[action.epoch, action.version])
 
     def _KeepSlices(self, actor, action):  # noqa: N802
@@ -453,7 +471,8 @@ class ServerWorld:
         for rank in ownership.servers:
             disk = self.disks[rank]
             which = max(each for each in disk.snapshots if each[0] == ownership.epoch)
-            found |= disk.rows[which]
+            for piece, row in disk.rows[which].items():
+                self.require(found.setdefault(piece, row) == row, "S9 a copy is another", piece)
         end = max(self.lengths[rank] for rank in ownership.workers)
         if self.rules.is_sync:
             values = {piece: value for piece, (value, _) in found.items()}

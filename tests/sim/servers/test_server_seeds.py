@@ -39,6 +39,30 @@ def test_promises_hold_where_steps_pull_several_times():
         server_faults.ServerChaos(seed, parts=2).run()
 
 
+COPIES = {"replicas": 1, "victims": "server"}
+
+
+@pytest.mark.parametrize("start", CHUNKS)
+def test_promises_hold_with_copies(start):
+    for seed in range(start, start + CHUNK):
+        promise = server_faults.broken(seed, odds={"replicas": 1})
+        assert promise is None, f"seed {seed}: {promise}"
+
+
+def test_a_killed_server_goes_on_from_copies_and_repeats_no_step():
+    """Unless two are killed at once, or the ownership changes."""
+    calm = COPIES | {"kills": 0.02, "losses": 0.0, "doubles": 0.0, "delay": 0.05, "scales": 0.0}
+    copied = loaded = 0
+    for seed in range(60):
+        chaos = server_faults.ServerChaos(seed, **calm)
+        if chaos.rules.replicas and len(chaos.world.servers) > 1:
+            chaos.run()
+            copied, loaded = copied + chaos.world.copied, loaded + chaos.world.loaded
+
+    assert copied > 10
+    assert loaded < copied / 5
+
+
 def test_a_seed_that_once_broke_a_promise_holds_it():
     hold([156008628839552])
 

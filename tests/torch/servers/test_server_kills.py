@@ -28,9 +28,10 @@ def curve(steps):
     return losses
 
 
-def train(steps, every, folder, stops):
+def train(steps, every, folder, stops, replicas=0):
     """Train; after each step of `stops`, wait until the test has killed a server."""
-    rt = msrun.init({"servers": {"params": PARAMS, "snapshot": {"every": every}}})
+    servers = {"params": PARAMS, "snapshot": {"every": every}, "replicas": replicas}
+    rt = msrun.init({"servers": servers})
     model = rt.shard(build())
     update = rt.optimizer(OPTIMIZERS["momentum"](model))
     losses = []
@@ -67,6 +68,19 @@ def test_a_killed_server_changes_nothing(tmp_path, monkeypatch):
         assert losses == pytest.approx(curve(9), abs=TOLERANCE)
 
 
+def test_a_killed_server_goes_on_with_copies_at_the_step_it_was_at(tmp_path, monkeypatch, capfd):
+    stops = {3: 1, 6: 0}
+    with serving(tmp_path, monkeypatch, 3, 2) as job:
+        killer = threading.Thread(target=kill_at, args=(job, tmp_path, stops, 2), daemon=True)
+        killer.start()
+        found = run_warm(train, 2, 9, 1000, tmp_path, list(stops), 1)
+
+    for losses in found:
+        assert losses == pytest.approx(curve(9), abs=TOLERANCE)
+    said = [line for line in capfd.readouterr().out.splitlines() if "this server" in line]
+    assert said == [f"msrun: this server goes on with copies of step {step}" for step in (4, 7)]
+
+
 def resume(steps, folder):
     """Train from the newest checkpoint on, and end without a word: the test kills these ranks."""
     checkpoint = {"dir": str(folder / "checkpoints"), "every": 2}
@@ -100,6 +114,7 @@ def test_killed_ranks_go_on_from_their_checkpoint_with_the_same_servers(tmp_path
 def test_kills_at_any_moment_change_nothing(seed, tmp_path, monkeypatch):
     draw = random.Random(seed)
     steps, rounds, is_over = 60, 6, threading.Event()
+    replicas = seed % 2
     with serving(tmp_path, monkeypatch, 3, 2) as job:
 
         def torment():
@@ -116,7 +131,8 @@ def test_kills_at_any_moment_change_nothing(seed, tmp_path, monkeypatch):
 
         killer = threading.Thread(target=torment, daemon=True)
         killer.start()
-        found = run_warm(train, 2, steps, draw.choice([1, 7, 50]), tmp_path, [], timeout=100)
+        every = draw.choice([1, 7, 50])
+        found = run_warm(train, 2, steps, every, tmp_path, [], replicas, timeout=100)
         assert is_over.wait(60)
 
     expected = curve(steps)

@@ -186,3 +186,38 @@ def test_tensors_in_frames_train_as_shared_ones(servers, shared, tmp_path, monke
         found = run_warm(train, 2, {"shared_memory": shared}, tmp_path, [])
 
     check(found, servers + 1 if shared else 0)
+
+
+def resident(pid):
+    """Return the bytes of memory of a process that no file backs."""
+    text = Path(f"/proc/{pid}/status").read_text()
+    fields = dict(line.split(":", 1) for line in text.splitlines())
+    now = sum(int(fields[name].split()[0]) for name in ("RssAnon", "RssShmem"))
+    return now << 10
+
+
+def train_a_table(pid, rows, width, kind):
+    """Return how much a server grows by a table and its state, after some steps."""
+    config = {"params": ["weight"], "snapshot": {"every": 3}}
+    rt = msrun.init({"servers": config})
+    model = rt.shard(nn.Embedding(rows, width, sparse=kind == "SparseAdam"))
+    before = resident(pid)
+    update = rt.optimizer(getattr(torch.optim, kind)(model.parameters(), lr=0.01))
+    for _ in range(4):
+        update.zero_grad()
+        model(torch.randint(0, rows, (256,))).sum().backward()
+        update.step()
+    model(torch.arange(3))
+    grown = resident(pid) - before
+    rt.close()
+    return grown
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize(("kind", "copies"), [("SparseAdam", 3), ("AdamW", 3), ("Adagrad", 2)])
+def test_a_server_needs_a_tenth_more_than_table_and_state(kind, copies, tmp_path, monkeypatch):
+    rows, width = 800_000, 32
+    with serving(tmp_path, monkeypatch, 1, 1) as job:
+        [grown] = run_warm(train_a_table, 1, job.processes[0].pid, rows, width, kind, timeout=200)
+
+    assert copies * rows * width * 4 * 0.95 < grown < copies * rows * width * 4 * 1.1

@@ -159,7 +159,7 @@ def test_a_job_without_servers_says_how_to_have_some(monkeypatch):
         ({"sync": {"staleness": -1}}, "servers.sync.staleness: -1.0 must be at least 0"),
         ({"params": []}, "params: names no parameter"),
         ({"snapshot": {"every": 0}}, "servers.snapshot.every: 0 must be at least 1"),
-        ({"replicas": 1}, "parallel.servers.replicas: is no key"),
+        ({"copies": 1}, "parallel.servers.copies: is no key"),
     ],
 )
 def test_wrong_keys(keys, sentence):

@@ -375,6 +375,7 @@ def test_what_cannot_run_fails_with_a_sentence(new_job, change, said):
     ("options", "said"),
     [
         ({"workers": 0}, "spec.msReplicaSpecs.Worker.replicas: 0 (at least 1)"),
+        ({"scheduler": False, "ps": 1}, "spec.msReplicaSpecs.PS: servers need a Scheduler"),
         ({"policy": "Sometimes"}, "(choose Never, OnFailure, Always, ExitCode)"),
         ({"successPolicy": "Any"}, "spec.successPolicy: Any"),
         ({"run_policy": {"cleanPodPolicy": "Some"}}, "spec.runPolicy.cleanPodPolicy: Some"),

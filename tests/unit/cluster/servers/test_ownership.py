@@ -1,5 +1,7 @@
 """Slices are divided evenly, and few of them move."""
 
+import random
+
 import msgspec
 import pytest
 from hypothesis import given
@@ -99,3 +101,27 @@ def test_impossible_numbers_are_refused_by_the_decoder():
 
     with pytest.raises(msgspec.ValidationError, match="clock"):
         msgspec.msgpack.decode(msgspec.msgpack.encode(push), type=Message)
+
+
+@pytest.mark.parametrize("servers", [2, 3, 4, 6])
+def test_traffic_does_not_change_the_bytes_of_a_server(servers):
+    """A new server has nothing: it gets its share of bytes, and of the traffic."""
+    tables = [Table(name=name, rows=12_000, row_bytes=8, slices=12) for name in ("a", "b", "c")]
+    draw = random.Random(servers)
+    traffic = {
+        Slice(table.name, index): draw.random() ** 3 for table in tables for index in range(12)
+    }
+    before = balance(tables, range(servers - 1))
+
+    owners = balance(tables, range(servers), before=before, traffic=traffic)
+
+    def shares(load):
+        found = dict.fromkeys(range(servers), 0.0)
+        for table in tables:
+            for index, server in enumerate(owners[table.name]):
+                found[server] += load(table, index)
+        return [value * servers / sum(found.values()) for value in found.values()]
+
+    assert shares(lambda table, index: table.bytes_of(index)) == pytest.approx([1] * servers)
+    busy = shares(lambda table, index: traffic[Slice(table.name, index)])
+    assert busy == pytest.approx([1] * servers, abs=0.1)

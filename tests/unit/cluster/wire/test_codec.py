@@ -77,7 +77,7 @@ bodies = st.one_of(
     st.builds(
         Register,
         host=text,
-        slots=st.integers(1, 65536),
+        slots=st.integers(0, 65536),
         store_host=text,
         store_port=st.integers(0, 65535),
         node_rank=st.none() | number,
@@ -234,7 +234,7 @@ REGISTER = {"type": "Register", "host": "a", "slots": 1, "store_host": "", "stor
         {"body": {"type": "Interrupted", "signum": 2, "news": 1}},
         {"body": {"type": "Interrupted"}},
         {"generation": "0"},
-        {"body": REGISTER | {"slots": 0}},
+        {"body": REGISTER | {"slots": -1}},
         {"body": REGISTER | {"slots": 65537}},
         {"body": REGISTER | {"store_port": 65536}},
         {"body": REGISTER | {"host": 256 * "h"}},
