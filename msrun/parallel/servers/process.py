@@ -16,7 +16,7 @@ import signal
 import sys
 import tempfile
 from collections import deque
-from collections.abc import Callable, Mapping
+from collections.abc import Callable
 from functools import partial
 from pathlib import Path
 from typing import Any
@@ -41,22 +41,16 @@ from msrun.cluster.servers.events import (
     ServerEvent,
     TakeCopies,
 )
-from msrun.cluster.servers.messages import Adopt, FetchSlices, Header
+from msrun.cluster.servers.messages import Adopt, FetchSlices, FromPeer, Header
 from msrun.cluster.servers.ownership import Slice
-from msrun.cluster.servers.server import ServerState
+from msrun.cluster.servers.server import ServerPhase, ServerState
 from msrun.cluster.tick import Tick
 from msrun.environ import ServersPlace
 from msrun.errors import ProtocolError, UsageError
 from msrun.parallel.servers.addresses import AddressBook, read_count, read_key
 from msrun.parallel.servers.disk import ServerDisk, contents_of, slices_of
 from msrun.parallel.servers.head import Head
-from msrun.parallel.servers.rows import (
-    RowGradients,
-    ServerRows,
-    SliceGradients,
-    SliceState,
-    WorkerPush,
-)
+from msrun.parallel.servers.rows import ServerRows, SliceState, push_of
 from msrun.parallel.servers.wire import (
     HEAD,
     RANK,
@@ -84,18 +78,6 @@ from msrun.transport.sockets import listen
 WHOLE = "whole"
 STATE = "state"
 _MEET_SECONDS = 0.3
-
-
-def push_of(payload: Mapping[str, Any]) -> WorkerPush:
-    """Return a push from its payload."""
-    gradients: dict[str, RowGradients | SliceGradients] = {}
-    for table, part in payload["gradients"].items():
-        if isinstance(part, dict):
-            gradients[table] = SliceGradients(part)
-        else:
-            ids, values, is_sparse = part
-            gradients[table] = RowGradients(ids=ids, values=values, is_sparse=is_sparse)
-    return WorkerPush(gradients=gradients, options=payload["options"])
 
 
 def _say(text: str) -> None:
@@ -132,6 +114,9 @@ class ServerSession:
         # The first ownership waits here until the ranks have sent the contents.
         self._adopt: Adopt | None = None
         self._first: dict[Slice, SliceState] = {}
+        # Rank -> the latest that it said before this server could answer, so that it need not say
+        # it again.
+        self._early: dict[int, Arrived] = {}
         self._machine = ServerState(
             server=server,
             life=life,
@@ -152,10 +137,22 @@ class ServerSession:
                 self._adopt = adopt
                 self.want()
                 return
+        match event:
+            case Arrived(message=FromPeer(worker=worker)) if not self._is_open:
+                self._early[worker] = event
+                return
         self._events.append(event)
         while self._events:
             for action in self._machine.handle(self._events.popleft(), now=now):
                 self._act(action)
+            if self._early and self._is_open and not self._events:
+                self._events.extend(self._early.values())
+                self._early.clear()
+
+    @property
+    def _is_open(self) -> bool:
+        """Whether the machine listens to ranks."""
+        return self._machine.phase in {ServerPhase.SERVING, ServerPhase.FROZEN}
 
     def _needs_contents(self, adopt: Adopt) -> bool:
         is_first = adopt.before is None and adopt.ownership.epoch == 1
@@ -360,6 +357,15 @@ class ServerProcess:
             if connection:
                 connection.wait_up(max(0, int((until - self._loop.now()) * 1000)))
 
+    def _meet_again(self, server: int) -> None:
+        """Connect to a server that has started again, so that what answers it is not lost.
+
+        It has published its address before it said anything.
+        """
+        self._book.look(_MEET_SECONDS)
+        if connection := self._connection(server):
+            connection.wait_up(int(_MEET_SECONDS * 1000))
+
     def _deadline(self) -> float | None:
         dues = [self._session.deadline() if self._session else None]
         dues.append(self._head.deadline() if self._head else None)
@@ -389,6 +395,8 @@ class ServerProcess:
                 packet, payload = decode(parts)
             except ProtocolError:
                 continue
+            if packet.sender[0] == SERVER and route != self._routes.get(packet.sender):
+                self._meet_again(packet.sender[1])
             self._routes[packet.sender] = route
             self._deliver(packet, payload)
         self._settle()
