@@ -11,6 +11,7 @@ import msgspec
 
 # The module of a parameter server, which imports torch: only it and the forkserver load it.
 SERVER = "msrun.parallel.servers.process"
+SERVER_PRELOAD = "msrun.parallel.servers.preload"
 
 
 class Order(msgspec.Struct, frozen=True, tag=True, kw_only=True):

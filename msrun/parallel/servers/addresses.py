@@ -97,6 +97,7 @@ class AddressBook:
         self._changed = changed
         self._own = own
         self._search = threading.Event()
+        self._looked = threading.Event()
         self._is_over = False
         self._announced = ""
         self.addresses: dict[int, Address] = {}
@@ -107,6 +108,12 @@ class AddressBook:
     def search(self) -> None:
         """Look for addresses now: a server is silent."""
         self._search.set()
+
+    def look(self, seconds: float) -> None:
+        """Look for addresses now, and wait for what is found, at most so long."""
+        self._looked.clear()
+        self._search.set()
+        self._looked.wait(seconds)
 
     def announce(self, session: str) -> None:
         """Have the store say which session the ranks are in, for servers that start again."""
@@ -162,6 +169,7 @@ class AddressBook:
                 self.addresses, self.total, self.wanted = known, total, wanted
                 self.session = session if self.session is None else self.session
                 self._changed()
+            self._looked.set()
             is_quiet = len(known) == total and self._own is None
             rest = _LOOK_SECONDS if len(known) == total else _SEARCH_SECONDS
             self._search.wait(None if is_quiet else rest)

@@ -164,6 +164,15 @@ class ServerProcess:
             if connection:
                 connection.wait_up(max(0, int((until - self._loop.now()) * 1000)))
 
+    def _meet_again(self, server: int) -> None:
+        """Connect to a server that has started again, so that what answers it is not lost.
+
+        It has published its address before it said anything.
+        """
+        self._book.look(_MEET_SECONDS)
+        if connection := self._connection(server):
+            connection.wait_up(int(_MEET_SECONDS * 1000))
+
     def _deadline(self) -> float | None:
         dues = [self._session.deadline() if self._session else None]
         dues.append(self._head.deadline() if self._head else None)
@@ -195,6 +204,8 @@ class ServerProcess:
                 packet, payload = decode(parts, self._near.regions)
             except ProtocolError:
                 continue
+            if packet.sender[0] == SERVER and route != self._routes.get(packet.sender):
+                self._meet_again(packet.sender[1])
             self._routes[packet.sender] = route
             if payload is NOT_HERE:
                 self._send(packet.sender, Shared(token=""))

@@ -12,6 +12,7 @@ import contextlib
 import ctypes
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
+from typing import Any
 
 import torch
 from torch import Tensor, nn
@@ -66,6 +67,18 @@ class WorkerPush:
 
     gradients: Mapping[str, RowGradients | SliceGradients]
     options: Mapping[str, Mapping[str, Value]] = field(default_factory=dict)
+
+
+def push_of(payload: Mapping[str, Any]) -> WorkerPush:
+    """Return a push from its payload."""
+    gradients: dict[str, RowGradients | SliceGradients] = {}
+    for table, part in payload["gradients"].items():
+        if isinstance(part, dict):
+            gradients[table] = SliceGradients(part)
+        else:
+            ids, values, is_sparse = part
+            gradients[table] = RowGradients(ids=ids, values=values, is_sparse=is_sparse)
+    return WorkerPush(gradients=gradients, options=payload["options"])
 
 
 @dataclass(frozen=True, slots=True)

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections import deque
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Sequence
 from typing import Any
 
 import torch
@@ -25,18 +25,11 @@ from msrun.cluster.servers.events import (
     ServerEvent,
     TakeCopies,
 )
-from msrun.cluster.servers.messages import Adopt, FetchSlices, Header, Rows
+from msrun.cluster.servers.messages import Adopt, FetchSlices, FromPeer, Header, Rows
 from msrun.cluster.servers.ownership import Slice
-from msrun.cluster.servers.server import ServerState
+from msrun.cluster.servers.server import ServerPhase, ServerState
 from msrun.parallel.servers.disk import ServerDisk, contents_of, slices_of
-from msrun.parallel.servers.rows import (
-    RowGradients,
-    ServerRows,
-    SliceGradients,
-    SliceState,
-    WorkerPush,
-    trim,
-)
+from msrun.parallel.servers.rows import ServerRows, SliceState, push_of, trim
 from msrun.parallel.servers.shared_memory import SharedRegion
 from msrun.parallel.servers.sharing import NearRanks
 from msrun.parallel.servers.wire import (
@@ -53,18 +46,6 @@ WHOLE = "whole"
 STATE = "state"
 # As `WHOLE`, until the rank's next pull: on one node it may be the live rows of a sync server.
 LENT = "lent"
-
-
-def push_of(payload: Mapping[str, Any]) -> WorkerPush:
-    """Return a push from its payload."""
-    gradients: dict[str, RowGradients | SliceGradients] = {}
-    for table, part in payload["gradients"].items():
-        if isinstance(part, dict):
-            gradients[table] = SliceGradients(part)
-        else:
-            ids, values, is_sparse = part
-            gradients[table] = RowGradients(ids=ids, values=values, is_sparse=is_sparse)
-    return WorkerPush(gradients=gradients, options=payload["options"])
 
 
 def _say(text: str) -> None:
@@ -107,6 +88,9 @@ class ServerSession:
         self._first: dict[Slice, SliceState] = {}
         # Large parts of memory were freed, or are once this event is over.
         self._has_garbage = False
+        # Rank -> the latest that it said before this server could answer, so that it need not say
+        # it again.
+        self._early: dict[int, Arrived] = {}
         self._machine = ServerState(
             server=server,
             life=life,
@@ -133,10 +117,22 @@ class ServerSession:
                 self._adopt = adopt
                 self.want()
                 return
+        match event:
+            case Arrived(message=FromPeer(worker=worker)) if not self._is_open:
+                self._early[worker] = event
+                return
         self._events.append(event)
         while self._events:
             for action in self._machine.handle(self._events.popleft(), now=now):
                 self._act(action)
+            if self._early and self._is_open and not self._events:
+                self._events.extend(self._early.values())
+                self._early.clear()
+
+    @property
+    def _is_open(self) -> bool:
+        """Whether the machine listens to ranks."""
+        return self._machine.phase in {ServerPhase.SERVING, ServerPhase.FROZEN}
 
     def _needs_contents(self, adopt: Adopt) -> bool:
         is_first = adopt.before is None and adopt.ownership.epoch == 1

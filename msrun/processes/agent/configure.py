@@ -5,7 +5,7 @@ from __future__ import annotations
 import json
 
 from msrun.job import JobSpec, ProgramKind, StartMethod
-from msrun.supervise.orders import SERVER, Configure
+from msrun.supervise.orders import SERVER, SERVER_PRELOAD, Configure
 
 # DDP imports the second after `init_process_group`: then its default arguments hold the
 # group, which cannot end its threads any more, and the exit may abort.
@@ -40,7 +40,7 @@ def configure(job: JobSpec, directory: str, cgroup: str | None, threads: str) ->
 
 def _preloads(job: JobSpec) -> tuple[str, ...]:
     """Return the modules that servers and the parallel runtime of the workers import."""
-    servers = (SERVER,) if job.servers else ()
+    servers = (SERVER, SERVER_PRELOAD) if job.servers else ()
     if not job.parallel:
         return servers
     from msrun.parallel.config import preloads  # 5 ms that other jobs need not.

@@ -1,0 +1,182 @@
+"""Kills processes of a job that trains on parameter servers, and checks each loss of the job.
+
+    python scripts/kill_servers.py --kills 100 --replicas 1 --seed 1
+
+Each job trains for as long as there are kills: each server once, now and then a worker or the
+scheduler.  Every rank compares each loss with that of one process.  Prints how long the ranks had
+no step after each kill of a server, and exits with 1 if a job failed or a loss was another.
+"""
+
+from __future__ import annotations
+
+import argparse
+import contextlib
+import os
+import random
+import statistics
+import subprocess
+import sys
+import tempfile
+import time
+from itertools import pairwise
+from pathlib import Path
+
+import psutil
+
+TRAIN = """
+import os, pathlib, time
+import torch
+import msrun
+from torch import nn
+
+REPLICAS, EVERY = {replicas}, {every}
+
+def build():
+    torch.manual_seed(0)
+    return nn.Sequential(nn.EmbeddingBag(5000, 8), nn.Linear(8, 1))
+
+def batch(step):
+    draw = torch.Generator().manual_seed(step)
+    return torch.randint(0, 5000, (8, 5), generator=draw), torch.rand(8, 1, generator=draw)
+
+servers = {{"params": ["0.weight"], "replicas": REPLICAS, "snapshot": {{"every": EVERY}}}}
+rt = msrun.init({{"servers": servers, "checkpoint": {{"dir": "checkpoints", "every": 50}}}})
+loss_of = nn.functional.mse_loss
+alone = build()
+ours = torch.optim.SGD(alone.parameters(), lr=0.1, momentum=0.9)
+model = rt.shard(build())
+theirs = rt.optimizer(torch.optim.SGD(model.parameters(), lr=0.1, momentum=0.9))
+begin = rt.resume(model, theirs)
+step = 0
+log = open(f"steps-{{rt.rank}}", "a", buffering=1)
+while True:
+    ids, values = batch(step)
+    expected = loss_of(alone(ids), values)
+    ours.zero_grad()
+    expected.backward()
+    ours.step()
+    if step >= begin:
+        mine = slice(4 * rt.rank, 4 * rt.rank + 4)
+        loss = rt.step(model, theirs, loss_of, ids[mine], values[mine])
+        assert abs(loss.item() - expected.item()) < 1e-6, (step, loss.item(), expected.item())
+        print(step, time.monotonic(), file=log)
+        is_over = torch.tensor(float(pathlib.Path("over").exists()))
+        if step % 10 == 0 and rt.mean_over_data(is_over).item() == 1:
+            break
+    step += 1
+print("equal", step)
+"""
+
+
+def family(launcher: psutil.Process, name: str) -> list[psutil.Process]:
+    """Return the processes of a job that have a name."""
+    found = []
+    for each in launcher.children(recursive=True):
+        with contextlib.suppress(psutil.Error):
+            if name in " ".join(each.cmdline()):
+                found.append(each)
+    return found
+
+
+def last_step(folder: Path) -> tuple[int, float]:
+    """Return the last step of rank 0, and when it was done."""
+    lines = (folder / "steps-0").read_text().splitlines() if (folder / "steps-0").exists() else []
+    step, at = lines[-1].split() if lines else ("-1", "0")
+    return int(step), float(at)
+
+
+def pause_after(folder: Path, at: float) -> float:
+    """Return how long the ranks were without a step around a time, once there are steps again."""
+    while True:
+        times = [float(line.split()[1]) for line in (folder / "steps-0").read_text().splitlines()]
+        after = [time for time in times if time > at]
+        if len(after) > 5:  # noqa: PLR2004 - the pause is over
+            around = [max(time for time in times if time <= at), *after]
+            return max(late - early for early, late in pairwise(around))
+        time.sleep(0.01)
+
+
+def server_number(victim: psutil.Process) -> str:
+    """Return which server a process is."""
+    return " ".join(victim.cmdline()).partition("msrun server ")[2].split()[0]
+
+
+class Job:
+    """One job, in which each server is killed once: for a second time it would wait.
+
+    Args:
+        folder: Where it runs.
+        given: The words of the command line.
+        draw: What is random.
+    """
+
+    def __init__(self, folder: Path, given: argparse.Namespace, draw: random.Random) -> None:
+        self._folder, self._given, self._draw = folder, given, draw
+        self.pauses: list[float] = []
+        self.others = 0
+
+    def run(self) -> int:
+        """Return the exit code of the job."""
+        given = self._given
+        code = TRAIN.format(replicas=given.replicas, every=given.every)
+        (self._folder / "train.py").write_text(code)
+        sizes = ["--worker-num", "2", "--server-num", str(given.servers), "--max-restarts", "9999"]
+        words = [sys.executable, "-m", "msrun", *sizes, "train.py"]
+        env = {**os.environ, "OMP_NUM_THREADS": "1"}
+        with subprocess.Popen(words, cwd=self._folder, env=env) as launcher:
+            self._torment(launcher)
+            (self._folder / "over").touch()
+            return launcher.wait()
+
+    def _torment(self, launcher: subprocess.Popen[bytes]) -> None:
+        killed: set[str] = set()
+        while len(killed) < self._given.servers and launcher.poll() is None:
+            before = last_step(self._folder)[0]
+            while last_step(self._folder)[0] < before + 5 and launcher.poll() is None:
+                time.sleep(0.02)
+            time.sleep(self._draw.random() * 0.2)
+            family_of = psutil.Process(launcher.pid)
+            if self._draw.random() < self._given.others:
+                victims = family(family_of, self._draw.choice(["msrun scheduler", "msrun rank"]))
+                if victims:
+                    self._draw.choice(victims).kill()
+                    self.others += 1
+                continue
+            victims = [
+                v for v in family(family_of, "msrun server") if server_number(v) not in killed
+            ]
+            if victims:
+                victim = self._draw.choice(victims)
+                killed.add(server_number(victim))
+                at = time.monotonic()
+                victim.kill()
+                self.pauses.append(pause_after(self._folder, at))
+
+
+def main() -> int:
+    """Run jobs, and kill their processes."""
+    parser = argparse.ArgumentParser(description=__doc__)
+    parser.add_argument("--kills", type=int, default=100)
+    parser.add_argument("--replicas", type=int, default=1)
+    parser.add_argument("--every", type=int, default=100)
+    parser.add_argument("--servers", type=int, default=4)
+    parser.add_argument("--others", type=float, default=0.1, help="share of workers and schedulers")
+    parser.add_argument("--seed", type=int, default=1)
+    given = parser.parse_args()
+    draw = random.Random(given.seed)  # noqa: S311 - of faults
+    pauses: list[float] = []
+    others = code = 0
+    while len(pauses) + others < given.kills and not code:
+        with tempfile.TemporaryDirectory() as place:
+            job = Job(Path(place), given, draw)
+            code = job.run()
+        pauses += job.pauses
+        others += job.others
+        text = f"{len(pauses)} kills of servers, {others} of others; exit code {code}"
+        half, most = statistics.median(pauses or [0.0]), max(pauses, default=0.0)
+        print(f"{text}; pause median {half:.2f} s, most {most:.2f} s", flush=True)
+    return 1 if code else 0
+
+
+if __name__ == "__main__":
+    sys.exit(main())
