@@ -179,7 +179,7 @@ def _instance_norm(
     return _normalize(run, x, weight, bias, x.shape[_CHANNELS])
 
 
-def _batch_norm(
+def _batch_norm(  # noqa: PLR0917 - as of torch
     x: Any,
     running_mean: Any,
     running_var: Any,

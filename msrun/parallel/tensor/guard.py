@@ -15,8 +15,8 @@ The idea.  Activations stay `DTensor`s, and while model, loss and recomputation 
   `tests/torch/tensor/test_guard.py` compares each entry with one process for every sharding,
   gradients included.
 - `INSPECTING` functions say something about a tensor and compute nothing: they pass.
-- Attention (by heads), dropout (the mask of one process), embedding, cross entropy and `copy_` have
-  an implementation here.
+- Attention (by heads), norms over a sharded dim, dropout (the mask of one process), embedding,
+  cross entropy and `copy_` have an implementation here.
 - Any other function gets replicated, plain tensors: right, if slow, with one warning a function.
   One that writes its argument runs on a gathered copy, which is written back to the shards.
 
@@ -57,7 +57,7 @@ from torch.overrides import TorchFunctionMode
 from msrun.errors import ModelError
 from msrun.parallel import torch_compat
 from msrun.parallel.config import ROOT
-from msrun.parallel.tensor import along, channels, labels, shard_functions
+from msrun.parallel.tensor import along, channels, labels, shard_functions, sharded_norms
 from msrun.parallel.tensor.attention import attend
 from msrun.parallel.tensor.placements import on_mesh
 
@@ -69,7 +69,7 @@ _VERIFIED = """
     log1p masked_fill mul mul_ neg pow reciprocal relu relu_ rsqrt rsub sigmoid silu sin softplus
     sqrt square sub sub_ tanh to true_divide type_as where __add__ __iadd__ __imul__ __isub__
     __mul__ __neg__ __pow__ __radd__ __rmul__ __rpow__ __rsub__ __rtruediv__ __sub__ __truediv__
-    clone contiguous detach expand flatten permute reshape squeeze t transpose
+    broadcast_to clone contiguous detach expand flatten permute reshape squeeze t transpose
     unflatten unsqueeze view view_as
     addmm bmm embedding layer_norm linear matmul mean softmax sum __matmul__
 """
@@ -155,6 +155,8 @@ class Guard(TorchFunctionMode):
             functional.cross_entropy: self._cross_entropy,
             functional.embedding: self._embed,
             Tensor.copy_: self._copy,
+            functional.layer_norm: partial(self._normalize, sharded_norms.layer_norm),
+            functional.rms_norm: partial(self._normalize, sharded_norms.rms_norm),
         }
         return found | {func: partial(self._run_each_shard, func) for func in _ON_SHARDS}
 
@@ -264,6 +266,8 @@ class Guard(TorchFunctionMode):
         if isinstance(value, DTensor):
             return value
         if isinstance(value, Tensor):
+            if refuse := getattr(value, "refuse_values", None):  # it has rows of a table alone
+                refuse("a function")
             return on_mesh(value, self._mesh, self._replicated)
         if isinstance(value, _SEQUENCES) and _dtensors(value):
             return type(value)(map(self._as_dtensor, value))
@@ -364,6 +368,17 @@ class Guard(TorchFunctionMode):
             return output
         function = functional.scaled_dot_product_attention
         return self._run_replicated(function, function.__name__, args, options)
+
+    def _normalize(self, on_parts: Function, *args: Any, **options: Any) -> Any:
+        """Run a norm over a sharded last dim on shards; elsewhere as torch does."""
+        output = on_parts(*args, **options)
+        if output is not None:
+            return output
+        name = on_parts.__name__
+        function = getattr(functional, name)
+        if name in VERIFIED:
+            return self._run_on_shards(function, name, args, options)
+        return self._run_replicated(function, name, args, options)
 
     def _run_each_shard(self, func: Function, *args: Any, **options: Any) -> Any:
         """Run a function of `shard_functions` on shards; elsewhere as torch does, or whole."""

@@ -56,6 +56,7 @@ from msrun.parallel import torch_compat
 from msrun.parallel.config import Dims
 from msrun.parallel.foreach.lists import support_lists
 from msrun.parallel.local import local_gradient, on_accumulation, replace_parameter
+from msrun.parallel.tensor.grids import GridProduct
 from msrun.parallel.tensor.guard import Guard
 from msrun.parallel.tensor.interleaved import Interleaved
 from msrun.parallel.tensor.local_module import make_local
@@ -97,11 +98,30 @@ def apply(model: nn.Module, plans: Mapping[str, ModulePlan], mesh: DeviceMesh) -
             out = _WantedPlacement(plan.out, mesh, f"{plan.key}.out of {name}")
             module.forward = Interleaved(name, module, plan, mesh, guard, inputs=inputs, out=out)
             continue
+        if plan.product is not None:
+            out = _WantedPlacement(plan.out, mesh, f"{plan.key}, output of {name}")
+            module.forward = GridProduct(name, module, plan.product, mesh, out)
         hooks = _Hooks(name, plan, mesh, guard)
         module.register_forward_pre_hook(hooks.before, with_kwargs=True)
         module.register_forward_hook(hooks.after)
     model.forward = _Guarded(guard, model.forward)
     return guard
+
+
+def apply_parameters(module: nn.Module, params: Mapping[str, Dims], mesh: DeviceMesh) -> None:
+    """Shard parameters of `module`, in place.
+
+    Args:
+        module: Every rank must have the same one.
+        params: Name -> axes of each dim, which `placing` accepts for its shape.
+        mesh: The mesh.
+    """
+    support_lists()
+    for name, dims in params.items():
+        owner, _, attribute = name.rpartition(".")
+        sharded = _shard(module.get_parameter(name), dims, mesh, 1)
+        setattr(module.get_submodule(owner), attribute, sharded)
+    watch(module, lambda: None)
 
 
 def _only_axis(plan: ModulePlan) -> str:
@@ -153,6 +173,11 @@ def watch(model: nn.Module, check: Callable[[], None]) -> None:
             # Frozen ones too, which may be thawed.
             on_accumulation(param, reduce_partial)
             hooks.update(earlier)
+
+
+def placing(dims: Dims, mesh: DeviceMesh, where: str) -> Callable[[Tensor], DTensor]:
+    """Return what puts a tensor in the placement that a plan wants; `where` names it in errors."""
+    return _WantedPlacement(dims, mesh, where).put
 
 
 class _Hooks:
@@ -215,8 +240,11 @@ class _Hooks:
         if not self._has_output or not isinstance(output, Tensor):
             return output
         placed = self._output.put(output)
-        is_replicated = all(placement.is_replicate() for placement in placed.placements)
-        return placed.to_local() if is_replicated else placed
+        if not all(placement.is_replicate() for placement in placed.placements):
+            return placed
+        is_new = isinstance(output, DTensor) and placed is not output
+        own: Tensor = placed.to_local()
+        return _Owned.apply(own) if is_new else own  # type: ignore[no-untyped-call]  # as torch has it
 
     def _write_back(self, x: weakref.ref[Tensor], placed: weakref.ref[DTensor], count: int) -> None:
         """Copy the module's writes to its placed input back to the input that others see."""
@@ -227,6 +255,23 @@ class _Hooks:
             target.copy_(written.redistribute(placements=target.placements))
         else:
             target.copy_(written.full_tensor())
+
+
+class _Owned(torch.autograd.Function):
+    """Takes a tensor that is only its caller's for one that may be written in place.
+
+    To torch, what `to_local` returns is a view, which it lets nobody write.
+    """
+
+    @staticmethod
+    def forward(ctx: Any, x: Tensor) -> Tensor:
+        del ctx
+        return x.detach()  # with the count of writes of x, and without a copy
+
+    @staticmethod
+    def backward(ctx: Any, gradient: Tensor) -> Tensor:
+        del ctx
+        return gradient
 
 
 class _Placed:

@@ -65,6 +65,7 @@ CALLS = {
     "clone": torch.clone,
     "contiguous": lambda x: x.transpose(0, 1).contiguous(),
     "detach": lambda x: x + x.detach(),
+    "broadcast_to": lambda x: torch.broadcast_to(x.unsqueeze(0), (3, *SHAPE)),
     "expand": lambda x: x.unsqueeze(0).expand(3, *SHAPE),
     "flatten": lambda x: x.flatten(0, 1),
     "permute": lambda x: x.permute(2, 0, 1),
@@ -79,8 +80,9 @@ CALLS = {
     "view_as": lambda x: x.view_as(x),
     "addmm": lambda x: torch.addmm(WEIGHT[0], x.flatten(0, 1), WEIGHT),
     "bmm": lambda x: torch.bmm(x, x.transpose(1, 2)),
-    "rms_norm": lambda x: functional.rms_norm(x, (8,), WEIGHT[0]),
-    "layer_norm": lambda x: functional.layer_norm(x, (8,)),
+    # Squares of what is normalized alone have hardly a gradient.
+    "layer_norm": lambda x: functional.layer_norm(x, (8,)).sigmoid(),
+    "rms_norm": lambda x: functional.rms_norm(x, (8,), WEIGHT[0]).sigmoid(),
     "linear": lambda x: functional.linear(x, WEIGHT),
     "matmul": lambda x: torch.matmul(x, WEIGHT),
     "mean": lambda x: x.mean(-1) + x.mean(),
@@ -88,7 +90,9 @@ CALLS = {
     "sum": lambda x: x.sum(1),
     "__matmul__": lambda x: x @ WEIGHT,
     # On each rank's shard, unless a sharded dim takes part.
-    "__getitem__": lambda x: x[:, 1] + x[:, None, -1, :][:, 0] + x[..., 0, :] + x[:, 1:2].sum(1),
+    "__getitem__": lambda x: (
+        x[:, 1] + x[:, None, -1, :][:, 0] + x[..., 0, :] + x[:, 1:2].sum(1) + x[:, [-1, 0]].sum(1)
+    ),
     "unbind": lambda x: sum(x.unbind(1)) + sum(torch.unbind(x.transpose(0, 1))),
     "split in two sizes": lambda x: x.split([2, 4], 1)[1],
     "cat of rows": lambda x: torch.cat((x, x * 2)),

@@ -250,8 +250,10 @@ def refused(config):
         ),
         (
             [{"match": "norm", "style": "colwise"}],
-            "parallel.plan[0].style: colwise is for Linear or Embedding or Conv1D or Conv or ConvTranspose or "
-            "GroupedConv, not norm",
+            (
+                "parallel.plan[0].style: colwise is for Linear or Embedding or Conv1D or Conv or "
+                "ConvTranspose or GroupedConv, not norm"
+            ),
         ),
         (
             [{"match": "norm", "params": {"wait": ["tp"]}}],
@@ -366,3 +368,56 @@ def test_channels_stay_divided_until_they_meet(mesh, name):
     said = f"msrun: {name} is computed whole on every rank"
 
     assert run_warm(said_of_channels, 4, mesh) == 4 * [[said]]
+
+
+class Twice(nn.Module):
+    """Has one module under two names."""
+
+    def __init__(self):
+        super().__init__()
+        self.first = self.second = nn.Linear(4, 4)
+
+    def forward(self, x):
+        return self.second(torch.tanh(self.first(x)))
+
+
+def named_twice():
+    runtime = msrun.init({"mesh": {"tp": 2}, "plan": [{"match": "first", "style": "colwise"}]})
+    torch.manual_seed(0)
+    network, x = Twice(), torch.randn(3, 4)
+    expected = network(x).detach()
+    network = runtime.shard(network)
+    wide = torch.randn(3, 5)
+    with pytest.raises(RuntimeError):
+        network(wide)
+    saved = io.BytesIO()
+    torch.save(network, saved)
+    return torch.allclose(network(x), expected, atol=1e-6), len(saved.getvalue()) > 0
+
+
+def test_a_module_may_have_two_names_and_the_model_can_be_pickled():
+    assert run_warm(named_twice, 2) == 2 * [(True, True)]
+
+
+def at_once(accumulate):
+    """Train with the optimizer that updates lists of tensors; whole and divided do not mix."""
+    runtime = msrun.init(
+        {
+            "mesh": {"dp": 2, "tp": 2},
+            "plan": LAYERS,
+            "accumulate": accumulate,
+            "optimizer": {"zero": 1, "threshold": 200},
+        }
+    )
+    network = runtime.shard(build("transformer"))
+    update = torch.optim.SGD(network.parameters(), lr=0.1, momentum=0.9, foreach=True)
+    runtime.optimizer(update)
+    share = runtime.coordinate["dp"]
+    return [
+        runtime.step(network, update, token_loss, *(t.chunk(2)[share] for t in batch)).item()
+        for batch in batches("transformer")
+    ]
+
+
+def test_an_optimizer_may_update_lists_of_parameters():
+    assert_equal_curves(run_warm(at_once, 4, 2), oracle("transformer"))

@@ -110,12 +110,16 @@ def test_rendering_reads_back():
             {"plan": [{"match": "*", "style": "colwis"}]},
             (
                 "parallel.plan[0].style: 'colwis' is not known "
-                "(choose colwise, rowwise, sequence, embedding, vocab, experts, context)"
+                "(choose colwise, rowwise, sequence, embedding, vocab, experts, context, 2d, 2.5d, "
+                "3d)"
             ),
         ),
         (
             {"plan": [{"match": "*"}]},
-            "parallel.plan[0].style: or strategy, layout, or params, in and out must be given",
+            (
+                "parallel.plan[0].style: or strategy, layout, rows, or params, in and out must be "
+                "given"
+            ),
         ),
         (
             {"plan": [COLWISE, {"match": "*", "strategy": []}]},
@@ -230,10 +234,6 @@ def test_rendering_reads_back():
             "parallel.pipeline: mode auto has none: the search decides",
         ),
         ({"mode": "auto", "memory": "-1"}, NO_SIZE),
-        (
-            {"data": {"image": ["dp"]}},
-            "parallel.data: arguments of rt.loader(dataset, batch_size) divide batches",
-        ),
         ({"ps": {}}, "parallel.ps: parameter servers are the key servers"),
         (
             {"cost": {}},
