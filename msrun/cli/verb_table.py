@@ -39,6 +39,7 @@ VERBS = {
         "msrun.cli.verbs.ranktable:ranktable", "Build, check, show, merge or convert rank tables."
     ),
     "search": Verb("msrun.cli.verbs.search:search", "Find the fastest parallel plan of a model."),
+    "advise": Verb("msrun.cli.verbs.advise:advise", "Say which parallel technique a model needs."),
     "install-shim": Verb(
         "msrun.cli.verbs.shim:install_shim", "Make a command torchrun that runs msrun."
     ),

@@ -188,8 +188,7 @@ def test_rules_of_a_file_are_kept(capsys, here, mode):
     found = json.loads(search(capsys, *base, "--mode", mode, "--rules", "rules.yaml")[1])
     assert found["params"]["layers.1.weight"][1] == "S(1)"
     assert best["seconds"] <= found["seconds"] * (1 + 1e-12)
-    handed = [one["outs"] for one in found["operators"].values() if one["module"] == "layers.2"]
-    assert handed
+    assert found["shared"]["linear_2"][1] == "R" != best["shared"]["linear_2"][1]
 
 
 def test_a_plan_is_drawn(capsys, here):
