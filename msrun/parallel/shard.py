@@ -59,6 +59,7 @@ from msrun.parallel.tensor.plan import ModulePlan, ModuleShape, NamedRules, plan
 # takes a second, and a rank that was not forked would wait for it.
 if TYPE_CHECKING:
     from msrun.parallel.context.sequences import Sequences
+    from msrun.parallel.copies.group import Copies
     from msrun.parallel.deferred.fill import Weights
     from msrun.parallel.tensor.guard import Guard
 
@@ -335,7 +336,7 @@ def _make_parallel(
             experts=experts,
         ),
         partial(entered, _computing(model, sequences, guard, zero, config.optimizer.zero)),
-        microbatches=config.accumulate,
+        microbatches=config.parts,
         is_pipeline=config.pipeline is not None,
         excluded=resolved.excluded,
         snapshot=snapshot if context.world_size > 1 else None,
@@ -347,7 +348,17 @@ def _make_parallel(
         uncompiled=switch.off,
     )
     state.sequences = sequences
+    state.copies = _copies(config, context, guard)
     return state
+
+
+def _copies(config: ParallelConfig, context: RankContext, guard: Guard | None) -> Copies | None:
+    """Return the copies of each micro-batch, if there are several and a plan for them."""
+    if config.copies == 1 or guard is None:
+        return None
+    from msrun.parallel.copies.group import Copies
+
+    return Copies(config.copies, context.device, [(guard, "shared")])
 
 
 def _begin(zero: reductions.Zero, check: Callable[[], None]) -> None:
