@@ -351,7 +351,9 @@ def _locked(file: Path) -> Iterator[dict[str, dict[str, str]]]:
         cells = read_cells(file)
         yield cells
         text = json.dumps(cells, indent=1, ensure_ascii=False) + "\n"
-        file.write_text(text, encoding="utf-8")
+        part = file.with_suffix(f".{os.getpid()}.part")  # others read without the lock
+        part.write_text(text, encoding="utf-8")
+        part.replace(file)
 
 
 def read_cells(file: Path = CELLS) -> dict[str, dict[str, str]]:

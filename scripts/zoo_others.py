@@ -178,6 +178,7 @@ OTHER_MODELS: dict[str, ZooModel] = {
         "x_transformers",
         lambda: _x_transformer(),  # noqa: PLW0108 - it is defined below
         "attn_layers",
+        plan="x_transformers",
     ),
     "GPT by hand": reading("", Gpt, "blocks", plan="gpt2"),
     "graph network": ZooModel(

@@ -114,7 +114,7 @@ _GPT2: dict[str, Any] = {
     "embd_pdrop": 0.0,
     "attn_pdrop": 0.0,
 }
-_WHISPER: dict[str, Any] = {
+WHISPER: dict[str, Any] = {
     "vocab_size": VOCABULARY,
     "d_model": 16,
     "encoder_layers": 2,
@@ -133,7 +133,7 @@ _WHISPER: dict[str, Any] = {
     "eos_token_id": 2,
     "decoder_start_token_id": 1,
 }
-_SOUND: dict[str, Any] = {
+SOUND: dict[str, Any] = {
     "conv_dim": (16, 16),
     "conv_stride": (4, 2),
     "conv_kernel": (8, 4),
@@ -227,7 +227,7 @@ TEXT_MODELS: dict[str, ZooModel] = {
         "WhisperForConditionalGeneration",
         "WhisperConfig",
         *("model.encoder.layers", "model.decoder.layers"),
-        **_WHISPER,
+        **WHISPER,
         inputs=lambda: (
             torch.randn(SAMPLES, 8, 16, dtype=torch.float64),
             torch.ones(SAMPLES, 16, dtype=torch.int64),
@@ -237,7 +237,7 @@ TEXT_MODELS: dict[str, ZooModel] = {
     ),
     "wav2vec2": model_of(
         *("Wav2Vec2ForSequenceClassification", "Wav2Vec2Config", "wav2vec2.encoder.layers"),
-        **(SEEN | _SOUND),
+        **(SEEN | SOUND),
         inputs=lambda: (torch.randn(SAMPLES, 400, dtype=torch.float64),),
         target=classes,
         plan="wav2vec2",

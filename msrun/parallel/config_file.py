@@ -31,7 +31,12 @@ from msrun.parallel.config import (
 from msrun.parallel.notation.mindspore_keys import translate
 from msrun.parallel.notation.rules import check_notation
 from msrun.parallel.settings.section import ConfigSection
-from msrun.parallel.settings.servers import ServerParameters, ServerSnapshots, Staleness
+from msrun.parallel.settings.servers import (
+    ServerCache,
+    ServerParameters,
+    ServerSnapshots,
+    Staleness,
+)
 from msrun.parallel.settings.steps import Checkpoint, Compile, Verify
 from msrun.units import quoted
 
@@ -39,7 +44,6 @@ from msrun.units import quoted
 _REFUSED = {
     "alltoall": "the search picks all-to-all itself where it is cheaper",
     "cost": "costs come from the topology (a preset, or a file of msrun calibrate)",
-    "data": "arguments of rt.loader(dataset, batch_size) divide batches",
     "place": "heterogeneous placement is not part of this version",
     "ps": "parameter servers are the key servers",
 }
@@ -215,6 +219,7 @@ _SECTIONS: dict[str, type[ConfigSection]] = {
     "servers": ServerParameters,
     "sync": Staleness,
     "snapshot": ServerSnapshots,
+    "cache": ServerCache,
     "checkpoint": Checkpoint,
     "compile": Compile,
     "verify": Verify,

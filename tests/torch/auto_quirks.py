@@ -190,6 +190,17 @@ class NormalizedInstance(Quirk):
         return functional.instance_norm(h.view(-1, 4, 4)).flatten(1) * h
 
 
+class TwoNames(Quirk):
+    """Has one of its modules under a second name, as peft has the embedding of a model."""
+
+    def __init__(self):
+        super().__init__()
+        self.again = self.up
+
+    def between(self, h):
+        return self.again(h[:, :8]) * h
+
+
 class ReadsConstants(Quirk):
     """Values that follow from shapes alone, of tensors that are written in part."""
 
@@ -231,6 +242,7 @@ RIGHT = {
         *(NoGrad, NoGradView, NoGradInAutocast, GradInNoGrad, Filled, Narrowed, Turned),
         *(ReadBefore, DropsNothing, Put, Masked, Shifted, Counter, Rebound),
         *(Normalized, NormalizedInput, NormalizedFrozen, NormalizedInstance, ReadsConstants),
+        TwoNames,
         *(ReadBefore, DropsNothing, Put, Masked, Shifted, Counter, Rebound, ReboundInside),
     )
 }

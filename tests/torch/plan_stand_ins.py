@@ -194,6 +194,62 @@ def three():
     return Language(lambda: Attention(3, 3), layers=1)
 
 
+class GroupedAttention(nn.Module):
+    """Groups of two queries, a key and a value in one weight, as Falcon has it."""
+
+    def __init__(self, heads=4, groups=2):
+        super().__init__()
+        self.num_heads, self.num_kv_heads, self.head_dim = heads, groups, WIDTH // heads
+        self.query_key_value = nn.Linear(WIDTH, (heads + 2 * groups) * self.head_dim)
+        self.dense = nn.Linear(WIDTH, WIDTH)
+
+    def forward(self, x):
+        size = self.num_heads // self.num_kv_heads
+        parts = self.query_key_value(x).view(*x.shape[:2], -1, size + 2, self.head_dim)
+        query = parts[..., :-2, :]
+        key, value = (
+            torch.broadcast_to(parts[..., [at], :], query.shape).flatten(2, 3) for at in (-2, -1)
+        )
+        heads = (part.transpose(1, 2) for part in (query.flatten(2, 3), key, value))
+        y = functional.scaled_dot_product_attention(*heads, is_causal=True)
+        return self.dense(y.transpose(1, 2).reshape(x.shape))
+
+
+class ParallelLayer(Layer):
+    """Adds attention to the output of its other half in place, as Falcon does."""
+
+    def forward(self, x):
+        y = self.mlp(self.norm2(x))
+        y += self.self_attn(self.norm1(x))
+        return x + y
+
+
+class Scores(nn.Module):
+    """Has the bias of its head under a second name, as BERT has it."""
+
+    def __init__(self):
+        super().__init__()
+        self.head = nn.Linear(WIDTH, 32)
+        self.bias = nn.Parameter(torch.randn(32) * 0.2)
+        self.head.bias = self.bias
+
+    def forward(self, x):
+        return self.head(x)
+
+
+class GroupedLanguage(Language):
+    """Says of no module that it is the head, which its embedding and `Scores` share."""
+
+    def __init__(self):
+        super().__init__()
+        layers = [ParallelLayer(GroupedAttention(), FeedForward()) for _ in range(2)]
+        self.layers, self.head = nn.ModuleList(layers), Scores()
+        self.head.head.weight = self.embed.weight
+
+    def get_output_embeddings(self):
+        return None
+
+
 MODELS = {
     "grouped": Language,
     "fused": lambda: Language(FusedAttention),
@@ -201,8 +257,12 @@ MODELS = {
     "experts": lambda: Language(Attention, Mixture),
     "lora": adapted,
 }
-# Of which heads do not divide.
-ODD = {"unflat": unflattened, "three": three}
+OTHERS = {
+    "groups": GroupedLanguage,
+    # Of which heads do not divide.
+    "unflat": unflattened,
+    "three": three,
+}
 
 
 def token_loss(logits, target):
@@ -212,4 +272,4 @@ def token_loss(logits, target):
 def build(name):
     with torch.random.fork_rng():
         torch.manual_seed(3)
-        return {**MODELS, **ODD}[name]()
+        return {**MODELS, **OTHERS}[name]()

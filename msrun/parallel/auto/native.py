@@ -74,6 +74,7 @@ def _run(
     means: Collection[int],
     mean: Callable[[Tensor], Tensor],
     forward: Callable[..., Any],
+    /,  # names of arguments are the model's
     *args: Any,
     **kwargs: Any,
 ) -> Any:

@@ -77,7 +77,7 @@ class ExactDropout(TorchFunctionMode):
         model.forward = update_wrapper(partial(self._forward, model, forward), forward)
 
     def _forward(
-        self, model: nn.Module, forward: Callable[..., Any], *args: Any, **kwargs: Any
+        self, model: nn.Module, forward: Callable[..., Any], /, *args: Any, **kwargs: Any
     ) -> Any:
         if not model.training:
             return forward(*args, **kwargs)

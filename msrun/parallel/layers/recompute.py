@@ -98,6 +98,7 @@ def _forward(
     name: str,
     forward: Callable[..., Any],
     how: tuple[Context, dict[str, Any], Mapping[str, int], PlainState],
+    /,  # names of arguments are the model's
     *args: Any,
     **kwargs: Any,
 ) -> Any:
@@ -108,8 +109,9 @@ def _forward(
     if caches:
         args, kwargs = _without_caches(caches, args, kwargs)
     given = [(tensor, write_count(tensor)) for tensor in tensors_in([args, kwargs])]
-    run = partial(_run, (_Buffers(module), plain.of_call()), forward, context)
-    result = checkpoint(run, *args, **options, **kwargs)
+    named = partial(forward, **kwargs)  # of which torch may have options of the same names
+    run = partial(_run, (_Buffers(module), plain.of_call()), named, context)
+    result = checkpoint(run, *args, **options)
     if any(write_count(tensor) != count for tensor, count in given):
         raise ModelError(
             f"{ROOT}.recompute: {name or type(module).__name__} writes its input in place, and a "
@@ -134,11 +136,10 @@ def _run(
     forward: Callable[..., Any],
     context: Context,
     *args: Any,
-    **kwargs: Any,
 ) -> Any:
     buffers, plain = state
     with buffers.written_once(), plain.changed_once(), context():
-        return forward(*args, **kwargs)
+        return forward(*args)
 
 
 class _Buffers:

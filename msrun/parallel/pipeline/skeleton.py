@@ -227,7 +227,7 @@ class Skeleton:
                 self._recorder.check_outside(f"{name}.{key}")
             kind.__setattr__(unit, key, value)
 
-        def call(unit: nn.Module, *args: Any, **kwargs: Any) -> Any:
+        def call(unit: nn.Module, /, *args: Any, **kwargs: Any) -> Any:
             run = partial(kind.__call__, unit)
             if (recorder := self._recorder) is None:
                 return run(*args, **kwargs)

@@ -14,7 +14,6 @@ import torch
 from torch import Tensor, fx, nn
 
 from msrun.errors import ModelError
-from msrun.parallel.config import ROOT
 from msrun.parallel.losses.sample_dims import Known
 from msrun.parallel.pipeline.chunks import STAGES
 from msrun.parallel.pipeline.record.modes import Modes
@@ -111,7 +110,7 @@ def bound(model: nn.Module, inputs: Sequence[Any]) -> tuple[Sequence[Any], dict[
     if inputs and isinstance(inputs[-1], NamedInputs):
         inputs, named = inputs[:-1], dict(inputs[-1])
     signature = inspect.signature(model.forward)
-    if "use_cache" in [*signature.parameters][len(inputs) :]:
+    if _takes_cache(model, signature, len(inputs)):
         named = {"use_cache": False, **named}
     try:
         signature.bind(*inputs, **named)
@@ -127,6 +126,20 @@ def bound(model: nn.Module, inputs: Sequence[Any]) -> tuple[Sequence[Any], dict[
             f"the forward of {type(model).__name__} does not take this batch: {error}"
         ) from None
     return inputs, named
+
+
+def _takes_cache(model: nn.Module, signature: inspect.Signature, count: int) -> bool:
+    """Return whether `forward` may be told to keep no cache, behind `count` inputs by position.
+
+    Models of peft hand on whatever they get by name.
+    """
+    parameters = signature.parameters
+    if "use_cache" in [*parameters][count:]:
+        return True
+    find_base = getattr(model, "get_base_model", None)
+    if find_base is None or not any(p.kind is p.VAR_KEYWORD for p in parameters.values()):
+        return False
+    return "use_cache" in [*inspect.signature(find_base().forward).parameters][count:]
 
 
 def program_of(tree: nn.Module, graph: fx.Graph) -> Callable[..., Any]:
@@ -150,19 +163,17 @@ def input_names(model: nn.Module, sample: Sequence[Any] | None) -> list[str]:
     parameters = [parameter for parameter in every if parameter.kind in kinds]
     if sample is None:
         return [p.name for p in parameters if p.default is inspect.Parameter.empty]
-    if len(sample) > len(parameters) and any(p.kind is p.VAR_POSITIONAL for p in every):
-        raise ModelError(
-            f"{ROOT}.pipeline: the forward of {type(model).__name__} takes its inputs as *args, "
-            "and stages need their names",
-            hint="shard a module whose forward names its inputs, such as model.get_base_model() of "
-            "peft, or wrap the model in one",
-        )
-    if len(sample) > len(parameters):
+    names = [parameter.name for parameter in parameters]
+    for parameter in every:
+        if parameter.kind is parameter.VAR_POSITIONAL:
+            count = len(sample) - len(names)
+            names += [f"{parameter.name}[{index}]" for index in range(count)]
+    if len(sample) > len(names):
         raise ModelError(
             f"the sample has {len(sample)} inputs, "
-            f"and the forward of {type(model).__name__} takes {len(parameters)}"
+            f"and the forward of {type(model).__name__} takes {len(names)}"
         )
-    return [p.name for p in parameters[: len(sample)]]
+    return names[: len(sample)]
 
 
 def is_value(node: fx.Node) -> bool:

@@ -44,8 +44,8 @@ def _attention(query: str, key: str, value: str, out: str, **optional: str) -> B
     return Block(members=members, optional=optional, has_heads=True)
 
 
-def _fused(columns: str, rows: str) -> Block:
-    return Block(members={columns: f"{_COLUMNS}/3", rows: _ROWS}, has_heads=True)
+def _fused(columns: str, rows: str, parts: str = "/3") -> Block:
+    return Block(members={columns: f"{_COLUMNS}{parts}", rows: _ROWS}, has_heads=True)
 
 
 def _feed_forward(*columns: str, rows: str) -> Block:
@@ -76,6 +76,11 @@ FAMILIES: dict[str, tuple[Block, ...]] = {
         _attention("to_q", "to_k", "to_v", "to_out.0"),
         _feed_forward("net.0.proj", rows="net.2"),
     ),
+    # Query, key and value follow each other for each head, or for each group of heads.
+    "falcon": (
+        _fused("query_key_value", "dense", parts=""),
+        _feed_forward("dense_h_to_4h", rows="dense_4h_to_h"),
+    ),
     "gpt2": (_fused("c_attn", "c_proj"), _feed_forward("c_fc", rows="c_proj")),
     "llama": _LLAMA,
     "mixtral": (*_LLAMA, Block(members={"experts": "experts"})),
@@ -89,13 +94,20 @@ FAMILIES: dict[str, tuple[Block, ...]] = {
     "vit": (_LLAMA[0], *_BART[1:]),
     "wav2vec2": (_BART[0], _feed_forward("intermediate_dense", rows="output_dense")),
     "whisper": _BART,
+    "x_transformers": (
+        _attention("to_q", "to_k", "to_v", "to_out"),
+        _feed_forward("ff.0.0", rows="ff.2"),
+        Block(members={"ff.0.proj": f"{_COLUMNS}/2", "ff.2": _ROWS}),
+    ),
 }
 # Models with the blocks of another family.
 _ALIASES = {
     "bart": "whisper",
+    "bloom": "falcon",
     "electra": "bert",
     "gemma": "llama",
     "gemma2": "llama",
+    "gpt_neox": "falcon",
     "mistral": "llama",
     "opt": "whisper",
     "qwen2": "llama",

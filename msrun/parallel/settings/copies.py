@@ -28,6 +28,10 @@ def copies_problem(config: Any) -> str | None:
             config.batch_norm == "local"
         ),
         "style context has collectives of its own, which take no turns": "context" in styles,
+        "data has ranks exchange parts of images, which takes no turns": bool(config.data),
+        "tables with rows of ranks exchange what they looked up, which takes no turns": any(
+            getattr(rule, "rows", None) for rule in config.plan
+        ),
         "experts over ep have collectives of their own, which take no turns": "ep" in mesh,
         "dropout exact draws the masks of the whole batch (choose local)": config.dropout
         == "exact",

@@ -16,6 +16,8 @@ from torch.nn.utils import parametrize
 from msrun.parallel.tensor.plan import ModuleShape
 
 _BASES = (nn.Linear, nn.Embedding)
+_CONVOLUTIONS = (nn.Conv1d, nn.Conv2d, nn.Conv3d)
+_TRANSPOSED = (nn.ConvTranspose1d, nn.ConvTranspose2d, nn.ConvTranspose3d)
 _WEIGHT = "weight"
 _MATRIX_DIMS = 2
 _EXPERTS_DIMS = 3
@@ -54,6 +56,10 @@ def _base(module: nn.Module, params: dict[str, tuple[int, ...]]) -> str:
     for base in _BASES:
         if isinstance(module, base):
             return base.__name__ if len(weight) == _MATRIX_DIMS else ""
+    if weight and isinstance(module, (*_CONVOLUTIONS, *_TRANSPOSED)):
+        if module.groups > 1:
+            return "GroupedConv"
+        return "ConvTranspose" if isinstance(module, _TRANSPOSED) else "Conv"
     # Linear with the weight as (in, out), of transformers.
     columns = getattr(module, "nf", None)
     if type(module).__name__ == "Conv1D" and len(weight) == _MATRIX_DIMS and columns == weight[1]:
@@ -103,6 +109,7 @@ def _computed(module: nn.Module) -> tuple[str, ...]:
     if parametrize.is_parametrized(module):
         return tuple(module.parametrizations)  # type: ignore[arg-type]
     # Of the older `weight_norm` and `spectral_norm`: a plain tensor that a hook sets.
-    if isinstance(module, _BASES) and _WEIGHT not in dict(module.named_parameters(recurse=False)):
+    kinds = (*_BASES, *_CONVOLUTIONS, *_TRANSPOSED)
+    if isinstance(module, kinds) and _WEIGHT not in dict(module.named_parameters(recurse=False)):
         return (_WEIGHT,)
     return ()

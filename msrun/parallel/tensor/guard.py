@@ -10,8 +10,10 @@ CPU, and refuses others.
 The idea.  Activations stay `DTensor`s, and while model, loss and recomputation run, a
 `TorchFunctionMode` sees every function that gets one:
 
-- A function of `VERIFIED` runs on shards.  `tests/torch/tensor/test_guard.py` compares each entry
-  with one process for every sharding, gradients included.
+- A function of `VERIFIED` runs on shards as torch has it, one of `ON_SHARDS` runs on each rank's
+  shard if it reads no sharded dim (`along`, `labels`, `channels`, `shard_functions`).
+  `tests/torch/tensor/test_guard.py` compares each entry with one process for every sharding,
+  gradients included.
 - `INSPECTING` functions say something about a tensor and compute nothing: they pass.
 - Attention (by heads), norms over a sharded dim, dropout (the mask of one process), embedding,
   cross entropy and `copy_` have an implementation here.
@@ -55,7 +57,7 @@ from torch.overrides import TorchFunctionMode
 from msrun.errors import ModelError
 from msrun.parallel import torch_compat
 from msrun.parallel.config import ROOT
-from msrun.parallel.tensor import shard_functions, sharded_norms
+from msrun.parallel.tensor import along, channels, labels, shard_functions, sharded_norms
 from msrun.parallel.tensor.attention import attend
 from msrun.parallel.tensor.placements import on_mesh
 
@@ -67,7 +69,7 @@ _VERIFIED = """
     log1p masked_fill mul mul_ neg pow reciprocal relu relu_ rsqrt rsub sigmoid silu sin softplus
     sqrt square sub sub_ tanh to true_divide type_as where __add__ __iadd__ __imul__ __isub__
     __mul__ __neg__ __pow__ __radd__ __rmul__ __rpow__ __rsub__ __rtruediv__ __sub__ __truediv__
-    clone contiguous detach expand flatten permute reshape squeeze t transpose
+    broadcast_to clone contiguous detach expand flatten permute reshape squeeze t transpose
     unflatten unsqueeze view view_as
     addmm bmm embedding layer_norm linear matmul mean softmax sum __matmul__
 """
@@ -92,6 +94,15 @@ _VIEW_ERROR = "This view was created inside a custom Function"
 _LAYOUT_ERRORS = ("mixed torch.Tensor and DTensor", "autograd.Function with functorch transforms")
 # Functions that write their first argument, besides names such as `clamp_`.
 _WRITING = frozenset(["__setitem__", *(f"__i{name}__" for name in _ASSIGNING.split())])
+# Functions that run on each rank's shard, if no dim that they mix is sharded.
+_ON_SHARDS = {
+    **shard_functions.FUNCTIONS,
+    **shard_functions.VIEWS,
+    **along.FUNCTIONS,
+    **labels.FUNCTIONS,
+    **channels.FUNCTIONS,
+}
+ON_SHARDS = frozenset(func.__name__ for func in _ON_SHARDS)
 VERIFIED = frozenset(_VERIFIED.split())
 INSPECTING = frozenset(_INSPECTING.split())
 
@@ -126,7 +137,19 @@ class Guard(TorchFunctionMode):
         self._replicated = (Replicate(),) * mesh.ndim
         self._warned: set[str] = set()
         self._calls: set[tuple[Any, ...]] = set()
-        self._special: dict[Function, Function] = {
+        self._special = self._implementations()
+
+    def __getstate__(self) -> dict[str, Any]:
+        passing = ("shared", "_regions", "_special")
+        return {name: value for name, value in vars(self).items() if name not in passing}
+
+    def __setstate__(self, state: dict[str, Any]) -> None:
+        vars(self).update(state, shared=None, _regions=weakref.WeakSet())
+        self._special = self._implementations()
+
+    def _implementations(self) -> dict[Function, Function]:
+        """Return what runs instead of each function that has a form of ours."""
+        found: dict[Function, Function] = {
             functional.scaled_dot_product_attention: self._attend,
             functional.dropout: self._dropout,
             functional.cross_entropy: self._cross_entropy,
@@ -135,15 +158,7 @@ class Guard(TorchFunctionMode):
             functional.layer_norm: partial(self._normalize, sharded_norms.layer_norm),
             functional.rms_norm: partial(self._normalize, sharded_norms.rms_norm),
         }
-        for func in (*shard_functions.FUNCTIONS, *shard_functions.VIEWS):
-            self._special[func] = partial(self._run_each_shard, func)
-
-    def __getstate__(self) -> dict[str, Any]:
-        passing = ("shared", "_regions")
-        return {name: value for name, value in vars(self).items() if name not in passing}
-
-    def __setstate__(self, state: dict[str, Any]) -> None:
-        vars(self).update(state, shared=None, _regions=weakref.WeakSet())
+        return found | {func: partial(self._run_each_shard, func) for func in _ON_SHARDS}
 
     @contextlib.contextmanager
     def active(self) -> Iterator[None]:
@@ -216,7 +231,7 @@ class Guard(TorchFunctionMode):
         if name not in VERIFIED or func in self._special:
             self._require_guarded(name)
         if args and isinstance(args[0], Tensor) and _is_writing(name, kwargs):
-            is_verified = name in VERIFIED or func in self._special
+            is_verified = name in VERIFIED or (func in self._special and func not in _ON_SHARDS)
             if not is_verified or not isinstance(args[0], DTensor):
                 return self._write(func, name, args, kwargs)
         args = tuple(map(self._as_dtensor, args))
@@ -251,6 +266,8 @@ class Guard(TorchFunctionMode):
         if isinstance(value, DTensor):
             return value
         if isinstance(value, Tensor):
+            if refuse := getattr(value, "refuse_values", None):  # it has rows of a table alone
+                refuse("a function")
             return on_mesh(value, self._mesh, self._replicated)
         if isinstance(value, _SEQUENCES) and _dtensors(value):
             return type(value)(map(self._as_dtensor, value))
@@ -368,7 +385,7 @@ class Guard(TorchFunctionMode):
         name = func.__name__
         tensors = [*_dtensors(args), *_dtensors(tuple(options.values()))]
         is_view = func in shard_functions.VIEWS
-        on_shard = (shard_functions.VIEWS if is_view else shard_functions.FUNCTIONS)[func]
+        on_shard = _ON_SHARDS[func]
         if all(map(shard_functions.is_even, tensors)):
             result = None
             if not is_view or shard_functions.is_packed(tensors[0]):
@@ -412,7 +429,7 @@ class Guard(TorchFunctionMode):
         )
         function = functional.cross_entropy
         axes = [axis for axis, p in enumerate(logits.placements) if p.is_shard()]
-        is_on_axis = len(axes) == 1 or logits.device_mesh.ndim == 1
+        is_on_axis = len(axes) == 1
         # Elsewhere the backward pass would run outside of torch's context, which it needs.
         is_guarded = self.has_loss or not torch.is_grad_enabled()
         if is_plain and is_by_class and is_on_axis and is_guarded:

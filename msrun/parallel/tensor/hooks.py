@@ -109,6 +109,22 @@ def apply(model: nn.Module, plans: Mapping[str, ModulePlan], mesh: DeviceMesh) -
     return guard
 
 
+def apply_parameters(module: nn.Module, params: Mapping[str, Dims], mesh: DeviceMesh) -> None:
+    """Shard parameters of `module`, in place.
+
+    Args:
+        module: Every rank must have the same one.
+        params: Name -> axes of each dim, which `placing` accepts for its shape.
+        mesh: The mesh.
+    """
+    support_lists()
+    for name, dims in params.items():
+        owner, _, attribute = name.rpartition(".")
+        sharded = _shard(module.get_parameter(name), dims, mesh, 1)
+        setattr(module.get_submodule(owner), attribute, sharded)
+    watch(module, lambda: None)
+
+
 def _only_axis(plan: ModulePlan) -> str:
     """Return the one axis that the style of `plan` shards over."""
     return next(dim for dims in plan.params.values() for dim in dims if isinstance(dim, str))
@@ -158,6 +174,11 @@ def watch(model: nn.Module, check: Callable[[], None]) -> None:
             # Frozen ones too, which may be thawed.
             on_accumulation(param, reduce_partial)
             hooks.update(earlier)
+
+
+def placing(dims: Dims, mesh: DeviceMesh, where: str) -> Callable[[Tensor], DTensor]:
+    """Return what puts a tensor in the placement that a plan wants; `where` names it in errors."""
+    return _WantedPlacement(dims, mesh, where).put
 
 
 class _Hooks:
@@ -222,8 +243,11 @@ class _Hooks:
         if not self._has_output or not isinstance(output, Tensor):
             return output
         placed = self._output.put(output)
-        is_replicated = all(placement.is_replicate() for placement in placed.placements)
-        return placed.to_local() if is_replicated else placed
+        if not all(placement.is_replicate() for placement in placed.placements):
+            return placed
+        is_new = isinstance(output, DTensor) and placed is not output
+        own: Tensor = placed.to_local()
+        return _Owned.apply(own) if is_new else own  # type: ignore[no-untyped-call]  # as torch has it
 
     def _write_back(self, x: weakref.ref[Tensor], placed: weakref.ref[DTensor], count: int) -> None:
         """Copy the module's writes to its placed input back to the input that others see."""
@@ -234,6 +258,23 @@ class _Hooks:
             target.copy_(written.redistribute(placements=target.placements))
         else:
             target.copy_(written.full_tensor())
+
+
+class _Owned(torch.autograd.Function):
+    """Takes a tensor that is only its caller's for one that may be written in place.
+
+    To torch, what `to_local` returns is a view, which it lets nobody write.
+    """
+
+    @staticmethod
+    def forward(ctx: Any, x: Tensor) -> Tensor:
+        del ctx
+        return x.detach()  # with the count of writes of x, and without a copy
+
+    @staticmethod
+    def backward(ctx: Any, gradient: Tensor) -> Tensor:
+        del ctx
+        return gradient
 
 
 class _Placed:

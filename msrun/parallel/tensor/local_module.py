@@ -33,6 +33,7 @@ def _run(
     name: str,
     mesh: DeviceMesh,
     axis: str,
+    /,  # names of arguments are the module's
     *args: Any,
     **kwargs: Any,
 ) -> DTensor:

@@ -119,16 +119,17 @@ class _Maker:
 
     def _complete_shared(self) -> None:
         """Give all owners of a shared parameter a rule, or none."""
-        for name in [n for n, rule in self.rules.items() if rule.style in ("embedding", "vocab")]:
+        owners = [n for n, rule in self.rules.items() if rule.style in ("embedding", "vocab")]
+        for name in owners:  # those that get a rule here are added: a head shares its bias, too
             others = [other for shared in self._shapes[name].shared.values() for other in shared]
             for other in others:
                 owner, _, param = other.rpartition(".")
                 if owner in self.rules and self.rules[owner].style:
                     continue
-                if self._base(owner) == "Embedding":
-                    self.rules[owner] = self._rule("embedding")
-                elif self._base(owner) == "Linear":
-                    self.rules[owner] = self._rule("vocab")
+                if self._base(owner) in ("Embedding", "Linear"):
+                    style = "embedding" if self._base(owner) == "Embedding" else "vocab"
+                    self.rules[owner] = self._rule(style)
+                    owners.append(owner)
                 else:
                     dims: Dims = [
                         self._axis,

@@ -41,8 +41,8 @@ class ModuleShape(msgspec.Struct, frozen=True, kw_only=True):
 
     Args:
         kind: Name of its class.
-        base: Class whose styles it takes: `Linear`, `Embedding`, `Conv1D` or `Experts`; empty if
-            it takes `sequence` alone.
+        base: Class whose styles it takes: `Linear`, `Embedding`, `Conv1D`, `Experts`, `Conv` (a
+            convolution), `ConvTranspose` or `GroupedConv`; empty if it takes `sequence` alone.
         params: Name of each parameter of the module itself -> its shape.
         shared: Parameter -> its further names in the model, if it has several.
         adapters: Of a LoRA layer, the names of its modules: the layer that it adapts, those of
@@ -87,6 +87,8 @@ class ModulePlan(msgspec.Struct, frozen=True, kw_only=True):
             the collectives of one run while the next computes.
         copied_dim: Dim of input and output that they cut.
         is_routed: Whether ranks have experts of the module, and tokens travel to them.
+        rows: Rows of a table that each rank of `axis` has.
+        axis: Mesh axis of `rows`.
         product: How a product on a grid of axes is computed.
     """
 
@@ -100,6 +102,8 @@ class ModulePlan(msgspec.Struct, frozen=True, kw_only=True):
     copies: int = 1
     copied_dim: int = 0
     is_routed: bool = False
+    rows: tuple[int, ...] = ()
+    axis: str = ""
     product: Product | None = None
 
 
@@ -179,6 +183,8 @@ def _plan(
         if axis == EXPERT_AXIS and layout.ep:
             return _routed(key, name, module)
         return _styled(key, rule, axis, f"{name or 'the model'} ({module.kind})", module)
+    if rule.rows is not None:
+        return _of_rows(key, rule, layout, name, module)
     if rule.layout:
         _check_names(f"{key}.layout.params", rule.layout.params, name, module)
     if rule.strategy or rule.layout:
@@ -189,6 +195,33 @@ def _plan(
         params=rule.params,
         inputs=None if rule.inputs is None else batch_free(rule.inputs, f"{key}.in"),
         out=None if rule.out is None else batch_free(rule.out, f"{key}.out"),
+    )
+
+
+def _of_rows(
+    key: str, rule: PlanRule, layout: MeshLayout, name: str, module: ModuleShape
+) -> ModulePlan:
+    """Return the plan of a table whose rows ranks divide as `rule` says."""
+    axis, rows = style_axis(rule, layout), tuple(rule.rows or ())
+    weight, shown = module.params.get("weight", ()), f"{name or 'the model'} ({module.kind})"
+    if module.base != "Embedding" and module.kind != "EmbeddingBag":
+        raise ConfigError(f"{key}.rows: are for Embedding or EmbeddingBag, not {shown}")
+    if module.computed:
+        raise ConfigError(f"{key}.rows: {shown} computes its weight from other parameters")
+    if sum(rows) != weight[0]:
+        raise ConfigError(
+            f"{key}.rows: {' + '.join(map(str, rows))} is {sum(rows)}, and {name}.weight has "
+            f"{weight[0]} rows"
+        )
+    if others := module.shared.get("weight"):
+        raise ConfigError(
+            f"{key}.rows: {name}.weight is {others[0]} too, which needs the whole table",
+            hint="make two parameters of them, or choose style embedding",
+        )
+    out = None if rule.out is None else batch_free(rule.out, f"{key}.out")
+    is_cut = layout.size(axis) > 1
+    return ModulePlan(
+        key=key, params={}, inputs=None, out=out, rows=rows if is_cut else (), axis=axis
     )
 
 
@@ -263,7 +296,7 @@ def _styled(
     last_sharded: Dims = [UNSHARDED_DIMS, axis]
     columns: dict[str, Dims] = {"weight": [axis, None], "bias": [axis]}
     experts: dict[str, Dims] = {"gate_up_proj": [None, axis, None], "down_proj": [None, None, axis]}
-    styles: dict[tuple[str, str], tuple[Mapping[str, Dims], Dims, Dims]] = {
+    styles: dict[tuple[str, str], tuple[Mapping[str, Dims], Dims | None, Dims]] = {
         ("colwise", "Linear"): (columns, unsharded, last_sharded),
         ("vocab", "Linear"): (columns, unsharded, last_sharded),
         ("rowwise", "Linear"): ({"weight": [None, axis], "bias": [None]}, last_sharded, unsharded),
@@ -273,6 +306,7 @@ def _styled(
         ("colwise", "Conv1D"): ({"weight": [None, axis], "bias": [axis]}, unsharded, last_sharded),
         ("rowwise", "Conv1D"): ({"weight": [axis, None], "bias": [None]}, last_sharded, unsharded),
         ("experts", "Experts"): (experts, unsharded, unsharded),
+        **_convolutions(axis, len(module.params.get("weight", ()))),
     }
     if style == "sequence":
         # Shape (batch, sequence, ...): every rank has a part of each sequence.
@@ -301,6 +335,27 @@ def _styled(
         out_parts=rule.parts,
         is_local=style == "experts",
     )
+
+
+def _convolutions(
+    axis: str, ndim: int
+) -> dict[tuple[str, str], tuple[Mapping[str, Dims], Dims | None, Dims]]:
+    """Return the styles of convolutions over channels, whose weights have `ndim` dims.
+
+    The weight is (out, in, ...), or (in, out, ...) of a transposed one.  Groups keep the channels
+    of their input, so that they take it as it comes.
+    """
+    sizes: Dims = [None] * max(ndim - 2, 0)
+    first, second = [axis, None, *sizes], [None, axis, *sizes]
+    whole: Dims = [UNSHARDED_DIMS]
+    channels: Dims = [None, axis, UNSHARDED_DIMS]
+    return {
+        ("colwise", "Conv"): ({"weight": first, "bias": [axis]}, whole, channels),
+        ("rowwise", "Conv"): ({"weight": second, "bias": [None]}, channels, whole),
+        ("colwise", "ConvTranspose"): ({"weight": second, "bias": [axis]}, whole, channels),
+        ("rowwise", "ConvTranspose"): ({"weight": first, "bias": [None]}, channels, whole),
+        ("colwise", "GroupedConv"): ({"weight": first, "bias": [axis]}, None, channels),
+    }
 
 
 def _on_grid(

@@ -24,11 +24,10 @@ ShardFunction = Callable[..., Any]
 
 
 def _index(x: DTensor, key: Any) -> Any:
-    """Return `x[key]`; numbers, slices and tensors may select of dims that are not sharded."""
+    """Return `x[key]`; numbers, slices and a list may select of dims that are not sharded."""
     entries = list(key) if isinstance(key, tuple) else [key]
-    allowed = int | slice | EllipsisType | None
-    if any(isinstance(entry, bool) or not isinstance(entry, allowed) for entry in entries):
-        return None
+    if not all(map(_selects, entries)) or sum(isinstance(entry, list) for entry in entries) > 1:
+        return None  # torch joins what several lists select into one dim
     if Ellipsis not in entries:
         entries.append(Ellipsis)
     at = entries.index(Ellipsis)
@@ -36,18 +35,25 @@ def _index(x: DTensor, key: Any) -> Any:
     entries[at : at + 1] = [slice(None)] * (x.dim() - taken)
     moved: dict[int, int] = {}
     dim = new_dim = 0
-    sharded = _sharded(x)
+    sharded = sharded_dims(x)
     for entry in entries:
         if entry is None:
             new_dim += 1
             continue
         if entry != slice(None) and dim in sharded:
             return None
-        if isinstance(entry, slice):
+        if not isinstance(entry, int):
             moved[dim] = new_dim
             new_dim += 1
         dim += 1
-    return _wrap(x, x.to_local()[tuple(entries)], moved)
+    return wrapped(x, x.to_local()[tuple(entries)], moved)
+
+
+def _selects(entry: Any) -> bool:
+    """Return whether `_index` knows what `entry` of a key selects."""
+    if isinstance(entry, list):
+        return bool(entry) and all(type(item) is int for item in entry)
+    return not isinstance(entry, bool) and isinstance(entry, int | slice | EllipsisType | None)
 
 
 def _cat(tensors: Sequence[Any], dim: int = 0) -> Any:
@@ -57,19 +63,19 @@ def _cat(tensors: Sequence[Any], dim: int = 0) -> Any:
     filled = [x for x in tensors if x.shape != (0,)]
     if not filled:
         return None
-    like = next((x for x in filled if _sharded(x)), filled[0])
-    if any(x.dim() != like.dim() for x in filled) or dim % like.dim() in _sharded(like):
+    like = next((x for x in filled if sharded_dims(x)), filled[0])
+    if any(x.dim() != like.dim() for x in filled) or dim % like.dim() in sharded_dims(like):
         return None
-    placed = [x if _sharded(x) else x.redistribute(placements=like.placements) for x in filled]
+    placed = [x if sharded_dims(x) else x.redistribute(placements=like.placements) for x in filled]
     if any(x.placements != like.placements for x in placed):
         return None
-    return _wrap(like, torch.cat([x.to_local() for x in placed], dim))
+    return wrapped(like, torch.cat([x.to_local() for x in placed], dim))
 
 
 def _split(x: DTensor, split_size: Any, dim: int = 0) -> Any:
     dim %= x.dim()
-    if dim not in _sharded(x):
-        return tuple(_wrap(x, part) for part in x.to_local().split(split_size, dim))
+    if dim not in sharded_dims(x):
+        return tuple(wrapped(x, part) for part in x.to_local().split(split_size, dim))
     parts = _packed_parts(x, dim)
     sizes = split_size if isinstance(split_size, (list, tuple)) else [split_size] * parts
     if parts == 1 or len(sizes) != parts or any(size * parts != x.shape[dim] for size in sizes):
@@ -79,8 +85,8 @@ def _split(x: DTensor, split_size: Any, dim: int = 0) -> Any:
 
 def _chunk(x: DTensor, chunks: int, dim: int = 0) -> Any:
     dim %= x.dim()
-    if dim not in _sharded(x):
-        return tuple(_wrap(x, part) for part in x.to_local().chunk(chunks, dim))
+    if dim not in sharded_dims(x):
+        return tuple(wrapped(x, part) for part in x.to_local().chunk(chunks, dim))
     if _packed_parts(x, dim) != chunks or chunks == 1:
         return None
     return tuple(_unpacked(x, part, dim) for part in x.to_local().chunk(chunks, dim))
@@ -88,10 +94,10 @@ def _chunk(x: DTensor, chunks: int, dim: int = 0) -> Any:
 
 def _unbind(x: DTensor, dim: int = 0) -> Any:
     dim %= x.dim()
-    if dim in _sharded(x):
+    if dim in sharded_dims(x):
         return None
     moved = {other: other - (other > dim) for other in range(x.dim()) if other != dim}
-    return tuple(_wrap(x, part, moved) for part in x.to_local().unbind(dim))
+    return tuple(wrapped(x, part, moved) for part in x.to_local().unbind(dim))
 
 
 def _view(x: DTensor, *sizes: Any) -> Any:
@@ -105,7 +111,7 @@ def _view(x: DTensor, *sizes: Any) -> Any:
         return None
     if parts == 1:
         return _view_of_parts(x, shape)
-    if _sharded(x) != {dim}:
+    if sharded_dims(x) != {dim}:
         return None
     head, width = x.shape[:dim].numel(), x.shape[dim]
     # Several, if dims of one element stand before.
@@ -131,7 +137,7 @@ def _view_of_parts(x: DTensor, shape: list[int]) -> Any:
     sharded one of `x` must come first among its own, and the dim that takes its place must divide.
     """
     local, placed = list(shape), list(x.placements)
-    for dim in sorted(_sharded(x)):
+    for dim in sorted(sharded_dims(x)):
         before, ranks = x.shape[:dim].numel(), _ranks(x, dim)
         at = [i for i in range(len(shape)) if math.prod(shape[:i]) == before and shape[i] > 1]
         if len(at) != 1 or local[at[0]] % ranks:
@@ -192,7 +198,9 @@ def is_even(x: DTensor) -> bool:
     """Return whether ranks hold shards of `x` of equal size, and no summands."""
     if any(placement.is_partial() for placement in x.placements):
         return False
-    return all(x.shape[dim] % (_ranks(x, dim) * _packed_parts(x, dim)) == 0 for dim in _sharded(x))
+    return all(
+        x.shape[dim] % (_ranks(x, dim) * _packed_parts(x, dim)) == 0 for dim in sharded_dims(x)
+    )
 
 
 def _is_packed(placement: Placement) -> bool:
@@ -203,7 +211,8 @@ def _dim(placement: Placement) -> int:
     return int(placement.dim)  # type: ignore[attr-defined]
 
 
-def _sharded(x: DTensor) -> set[int]:
+def sharded_dims(x: DTensor) -> set[int]:
+    """Return the dims of `x` that mesh axes shard."""
     return {_dim(p) % x.dim() for p in x.placements if parts_before(p) is not None}
 
 
@@ -219,7 +228,7 @@ def _packed_parts(x: DTensor, dim: int) -> int:
     return parts[0] if len(parts) == 1 else 1
 
 
-def _wrap(x: DTensor, local: Tensor, moved: dict[int, int] | None = None) -> DTensor:
+def wrapped(x: DTensor, local: Tensor, moved: dict[int, int] | None = None) -> DTensor:
     """Return `local` as a tensor placed as `x`, after its dims have moved."""
     placed = list(x.placements)
     for axis, placement in enumerate(placed):

@@ -1,9 +1,12 @@
 """Each function that runs on parts gives what it gives on the whole, gradients included."""
 
+import re
 import warnings
+from pathlib import Path
 
 import pytest
 import torch
+from function_calls import APART, CALLS, SHAPE, SYNONYMS
 from ranks import run_warm
 from torch import nn
 from torch.distributed.tensor import DTensor, Replicate, Shard, distribute_tensor
@@ -11,166 +14,9 @@ from torch.nn import functional
 
 import msrun
 from msrun.errors import UsageError
-from msrun.parallel.tensor.guard import VERIFIED, Guard
+from msrun.parallel.tensor.guard import ON_SHARDS, VERIFIED, Guard
 
 pytestmark = pytest.mark.torch
-
-SHAPE = (4, 6, 8)
-# How a function is called on a tensor of SHAPE: one call a name, or several.
-CALLS = {
-    "abs": torch.abs,
-    "add": lambda x: torch.add(x, x, alpha=2),
-    "add_": lambda x: (x * 1).add_(x),
-    "addcmul": lambda x: torch.addcmul(x, x, x, value=0.5),
-    "bfloat16": lambda x: x.bfloat16().float(),
-    "cos": torch.cos,
-    "div": lambda x: torch.div(x, 3.0),
-    "div_": lambda x: (x * 1).div_(3.0),
-    "elu": functional.elu,
-    "erf": torch.erf,
-    "exp": torch.exp,
-    "float": lambda x: x.float(),
-    "gelu": lambda x: functional.gelu(x) + functional.gelu(x, approximate="tanh"),
-    "half": lambda x: x.half().float(),
-    "hardtanh": functional.hardtanh,
-    "leaky_relu": functional.leaky_relu,
-    "log": lambda x: torch.log(x.abs() + 1),
-    "log1p": lambda x: torch.log1p(x.abs()),
-    "masked_fill": lambda x: x.masked_fill(x > 0, 0.5),
-    "mul": lambda x: torch.mul(x, x),
-    "mul_": lambda x: (x * 1).mul_(2.0),
-    "neg": torch.neg,
-    "pow": lambda x: torch.pow(x, 3),
-    "reciprocal": lambda x: torch.reciprocal(x.abs() + 1),
-    "relu": functional.relu,
-    "relu_": lambda x: (x * 1).relu_(),
-    "rsqrt": lambda x: torch.rsqrt(x.abs() + 1),
-    "rsub": lambda x: torch.rsub(x, 1.0),
-    "sigmoid": torch.sigmoid,
-    "silu": functional.silu,
-    "sin": torch.sin,
-    "softplus": functional.softplus,
-    "sqrt": lambda x: torch.sqrt(x.abs() + 1),
-    "square": torch.square,
-    "sub": lambda x: torch.sub(x, 1.0),
-    "sub_": lambda x: (x * 1).sub_(1.0),
-    "tanh": torch.tanh,
-    "to": lambda x: x.to(torch.float64).to(torch.float32),
-    "true_divide": lambda x: torch.true_divide(x, 2.0),
-    "type_as": lambda x: x.type_as(x),
-    "where": lambda x: torch.where(x > 0, x, x * 0.1),
-    "__add__": lambda x: x + x,
-    "__iadd__": lambda x: add_in_place(x * 1, x),
-    "__imul__": lambda x: multiply_in_place(x * 1, x),
-    "__isub__": lambda x: subtract_in_place(x * 1, x * 2),
-    "__mul__": lambda x: x * x,
-    "__neg__": lambda x: -x,
-    "__pow__": lambda x: x**2,
-    "__radd__": lambda x: 1 + x,
-    "__rmul__": lambda x: 2 * x,
-    "__rpow__": lambda x: 2**x,
-    "__rsub__": lambda x: 1 - x,
-    "__rtruediv__": lambda x: 1 / (x.abs() + 1),
-    "__sub__": lambda x: x - x * 3,
-    "__truediv__": lambda x: x / (x.abs() + 1),
-    "chunk": lambda x: torch.cat([part * 2 for part in x.chunk(2, -1)], -1),
-    "clone": torch.clone,
-    "contiguous": lambda x: x.transpose(0, 1).contiguous(),
-    "detach": lambda x: x + x.detach(),
-    "expand": lambda x: x.unsqueeze(0).expand(3, *SHAPE),
-    "flatten": lambda x: x.flatten(0, 1),
-    "permute": lambda x: x.permute(2, 0, 1),
-    "reshape": lambda x: x.reshape(4, 6, 2, 4),
-    "split": lambda x: x.split(4, -1)[1],
-    "squeeze": lambda x: x.unsqueeze(1).squeeze(1),
-    "t": lambda x: x.flatten(0, 1).t(),
-    "transpose": lambda x: x.transpose(1, -1),
-    "unflatten": lambda x: x.unflatten(-1, (2, 4)),
-    "unsqueeze": lambda x: x.unsqueeze(-1),
-    "view": lambda x: x.view(4, 6, 4, 2).view(4, 6, 8),
-    "view_as": lambda x: x.view_as(x),
-    "addmm": lambda x: torch.addmm(WEIGHT[0], x.flatten(0, 1), WEIGHT),
-    "bmm": lambda x: torch.bmm(x, x.transpose(1, 2)),
-    # Squares of what is normalized alone have hardly a gradient.
-    "layer_norm": lambda x: functional.layer_norm(x, (8,)).sigmoid(),
-    "rms_norm": lambda x: functional.rms_norm(x, (8,)).sigmoid(),
-    "linear": lambda x: functional.linear(x, WEIGHT),
-    "matmul": lambda x: torch.matmul(x, WEIGHT),
-    "mean": lambda x: x.mean(-1) + x.mean(),
-    "softmax": lambda x: functional.softmax(x, dim=-1) + x.softmax(1),
-    "sum": lambda x: x.sum(1),
-    "__matmul__": lambda x: x @ WEIGHT,
-    # On each rank's shard, unless a sharded dim takes part.
-    "__getitem__": lambda x: x[:, 1] + x[:, None, -1, :][:, 0] + x[..., 0, :] + x[:, 1:2].sum(1),
-    "unbind": lambda x: sum(x.unbind(1)) + sum(torch.unbind(x.transpose(0, 1))),
-    "split in two sizes": lambda x: x.split([2, 4], 1)[1],
-    "cat of rows": lambda x: torch.cat((x, x * 2)),
-    # Not on the list: torch has them wrong, or not at all, so they run whole.
-    "cumsum": lambda x: torch.cumsum(x, dim=-1),
-    "unfold": lambda x: x.unfold(-1, 3, 1),
-    "roll": lambda x: torch.roll(x, 1, -1),
-    "cat": lambda x: torch.cat([x, x * 2], dim=1),
-    "norm": lambda x: torch.linalg.vector_norm(x, dim=-1),
-    "conv2d": lambda x: functional.conv2d(x.unsqueeze(1), FILTER, padding=1),
-    "conv2d of channels": lambda x: functional.conv2d(x.unsqueeze(0), FILTERS, stride=2),
-    "conv_transpose2d": lambda x: functional.conv_transpose2d(
-        x.unsqueeze(1), FILTER.transpose(0, 1)
-    ),
-    "max_pool2d": lambda x: functional.max_pool2d(x.unsqueeze(0), 2),
-    "avg_pool2d": lambda x: functional.avg_pool2d(x, 3, 1, 1),
-    "batch_norm": lambda x: functional.batch_norm(x, None, None, training=True),
-    "instance_norm": functional.instance_norm,
-    "group_norm": lambda x: functional.group_norm(x, 3),
-    "cdist": lambda x: torch.cdist(x, x * 0.5),
-    "nonzero": lambda x: x * len(torch.nonzero(x)),
-    # They draw, so each rank must have the numbers of the whole.
-    "dropout": lambda x: functional.dropout(x, 0.5),
-    "dropout2d": lambda x: functional.dropout2d(x.unsqueeze(0), 0.5),
-    "alpha_dropout": lambda x: functional.alpha_dropout(x, 0.5, training=True),
-    "rand_like": lambda x: x * torch.rand_like(x),
-    "bernoulli": lambda x: x * torch.bernoulli(x.sigmoid()),
-    "conv1d": lambda x: functional.conv1d(x, KERNEL, padding=1),
-    "max_pool1d": lambda x: functional.max_pool1d(x, 2),
-    "log_softmax": lambda x: functional.log_softmax(x, -1),
-    # Their results stay unused: what counts is what they wrote.
-    "clamp_": lambda x: written(x, lambda y: y.clamp_(min=0)),
-    "copy_": lambda x: written(x, lambda y: y.copy_(x[0] * 2)),
-    "masked_fill_": lambda x: written(x, lambda y: y.masked_fill_(y > 0, 0.5)),
-    "__setitem__": lambda x: written(x, lambda y: y.__setitem__((slice(None), 0), 0.5)),
-    "dropout in place": lambda x: written(x, lambda y: functional.dropout(y, 0.5, inplace=True)),
-    "relu in place": lambda x: written(x, lambda y: functional.relu(y, inplace=True)),
-    "hardtanh in place": lambda x: written(x, lambda y: functional.hardtanh(y, inplace=True)),
-    # A sum that is still pending must not be taken for the whole.
-    "item": lambda x: x * x.sum().item(),
-    "einsum": lambda x: torch.einsum("bsd,bsd->bd", x, x),
-}
-# Of integers, so it has a test of its own.
-APART = {"embedding"}
-WEIGHT = torch.linspace(-1, 1, 64).view(8, 8)
-KERNEL = torch.linspace(-1, 1, 6 * 6 * 3).view(6, 6, 3)
-FILTER = torch.linspace(-1, 1, 2 * 3 * 3).view(1, 2, 3, 3).transpose(0, 1).contiguous()
-FILTERS = torch.linspace(-1, 1, 2 * 4 * 3 * 3).view(2, 4, 3, 3)
-
-
-def written(x, write):
-    y = x * 1
-    write(y)
-    return y
-
-
-def add_in_place(x, y):
-    x += y
-    return x
-
-
-def subtract_in_place(x, y):
-    x -= y
-    return x
-
-
-def multiply_in_place(x, y):
-    x *= y
-    return x
 
 
 def whole(value):
@@ -208,6 +54,22 @@ def sweep(cuts):
 
 def test_every_function_on_the_list_has_a_call():
     assert set(CALLS) >= VERIFIED - APART
+
+
+def test_the_documentation_names_every_function_that_runs_on_shards():
+    page = Path(__file__).parents[3] / "docs" / "parallel.md"
+    table = page.read_text().partition("What runs on shards")[2].partition("\n\n## ")[0]
+    named = set(re.findall(r"`(\w+)`", table))
+    # Of several numbers of dims, the first and the last are named.
+    shown = {re.sub(r"[123]d(_with_indices)?$", "1d", name) for name in ON_SHARDS | VERIFIED}
+
+    assert {name for name in shown if not name.endswith("_")} <= named
+
+
+def test_every_function_that_runs_on_each_shard_has_a_call():
+    of_torch = ON_SHARDS
+    called = {name.partition(" ")[0] for name in CALLS}
+    assert called >= of_torch - SYNONYMS
 
 
 def test_functions_on_parts_are_right_and_others_run_whole():

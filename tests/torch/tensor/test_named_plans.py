@@ -136,6 +136,19 @@ def test_no_head_is_gathered(name):
             assert shapes["layers.0.mlp.experts.gate_up_proj"] == [2, 8, WIDTH]
 
 
+@pytest.mark.parametrize("plan", ["auto_tp", "falcon"])
+def test_groups_of_heads_in_one_weight_and_a_head_with_a_shared_bias(plan):
+    for worst, calls, said, shapes in run_warm(
+        train, 2, "groups", {"mesh": {"tp": 2}, "plan": plan}
+    ):
+        assert worst == pytest.approx(0, abs=1e-6)
+        assert said == []
+        assert set(calls) == {"all_reduce"}
+        assert shapes["layers.0.self_attn.query_key_value.weight"] == [16, WIDTH]
+        assert shapes["embed.weight"] == [16, WIDTH]
+        assert shapes["head.bias"] == [16]
+
+
 def test_own_rules_come_before_a_plan_that_stands_after_them():
     plan = [{"match": "layers.1.mlp.*", "out": ["..."]}, "auto_tp"]
     for worst, _, _, shapes in run_warm(train, 2, "grouped", {"mesh": {"tp": 2}, "plan": plan}):

@@ -250,7 +250,10 @@ def refused(config):
         ),
         (
             [{"match": "norm", "style": "colwise"}],
-            "parallel.plan[0].style: colwise is for Linear or Embedding or Conv1D, not norm",
+            (
+                "parallel.plan[0].style: colwise is for Linear or Embedding or Conv1D or Conv or "
+                "ConvTranspose or GroupedConv, not norm"
+            ),
         ),
         (
             [{"match": "norm", "params": {"wait": ["tp"]}}],
@@ -356,11 +359,15 @@ def said_of_channels(mesh):
     return [str(warning.message) for warning in caught]
 
 
-@pytest.mark.parametrize("mesh", [{"tp": 4}, {"dp": 2, "tp": 2}])
-def test_channels_that_a_batch_norm_gathers_are_said_once(mesh):
-    said = [f"msrun: {name} is computed whole on every rank" for name in ("conv2d", "batch_norm")]
+@pytest.mark.parametrize(
+    ("mesh", "name"),
+    # Statistics of the batch need all ranks of dp, and of whole tensors.
+    [({"tp": 4}, "conv2d"), ({"dp": 2, "tp": 2}, "batch_norm")],
+)
+def test_channels_stay_divided_until_they_meet(mesh, name):
+    said = f"msrun: {name} is computed whole on every rank"
 
-    assert run_warm(said_of_channels, 4, mesh) == 4 * [said]
+    assert run_warm(said_of_channels, 4, mesh) == 4 * [[said]]
 
 
 class Twice(nn.Module):

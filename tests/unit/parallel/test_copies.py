@@ -25,6 +25,7 @@ GIVEN = {"mesh": {"dp": -1, "tp": 2}, "plan": PLAN, "copies": 2}
         ({"batch_norm": "local"}, "copies: batch_norm local leaves the batch norms to each part"),
         ({"dropout": "exact"}, "copies: dropout exact draws the masks of the whole batch"),
         ({"plan": [{"match": "*", "style": "context"}]}, "copies: style context has collectives"),
+        ({"data": {"image": ["dp", None, "tp", None]}}, "copies: data has ranks exchange parts"),
         ({"mesh": {"ep": 2}}, "copies: experts over ep have collectives of their own"),
         ({"interleave_num": 3}, "interleave_num: is copies: 3, which is given as 2, too"),
     ],

@@ -182,7 +182,7 @@ class ForwardRecorder(TorchFunctionMode):
             return func(*args)
         return self._step(func, name, args, kwargs)
 
-    def call(self, name: str, run: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
+    def call(self, name: str, run: Callable[..., Any], /, *args: Any, **kwargs: Any) -> Any:
         """Run a unit, and record the call."""
         if self._inside:
             return run(*args, **kwargs)
