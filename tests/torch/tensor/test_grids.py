@@ -323,7 +323,8 @@ REFUSED = [
      "parallel.plan[0].axes: dp divides the batch or the layers, not an operator (choose x)"),
     ({"mesh": SQUARE, "mode": "auto",
       "plan": [{"match": "fc1", "style": "2d", "axes": ["x", "y"]}]}, "mlp",
-     "parallel.plan[0].style: 2d: mode auto finds layouts of whole products and even tables"),
+     ("parallel.plan[0].style: 2d: mode auto finds layouts of whole products and even tables "
+      "(choose semi_auto)")),
     ({"mesh": FLAT, "optimizer": {"zero": 1},
       "plan": [{"match": "fc1", "style": "3d", "axes": ["x", "y", "z"]}]}, "mlp",
      ("parallel.optimizer.zero: 1 beside a plan over 3 axes (x, y, z): zero can shard what a plan "
