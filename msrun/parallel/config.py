@@ -14,6 +14,7 @@ from typing import Literal
 import msgspec
 
 from msrun.parallel.plans.families import PLAN_NAMES, unknown_plan
+from msrun.parallel.settings.copies import copies_problem
 from msrun.parallel.settings.grids import GRID_AXES, grid_problem
 from msrun.parallel.settings.images import check_data, image_axes
 from msrun.parallel.settings.section import ConfigSection
@@ -316,6 +317,8 @@ class ParallelConfig(ConfigSection, frozen=True, kw_only=True):
         recompute: Recomputation; None recomputes nothing.
         accumulate: Micro-batches that a step splits its local batch into, at least 1; gradients
             are reduced once a step.
+        copies: Slices of a micro-batch, at least 1, that take turns in forward and backward: one
+            computes while a collective of `plan` runs for another.
         reduce: Reduction of gradients over data-parallel ranks.
         batch_norm: `sync` takes the statistics of batch norms over the global batch, `local` over
             each rank's own batch; then ranks may hold other values of any buffer, and the model's
@@ -352,6 +355,7 @@ class ParallelConfig(ConfigSection, frozen=True, kw_only=True):
     pipeline: Pipeline | None = None
     recompute: Recompute | None = None
     accumulate: int = 1
+    copies: int = 1
     reduce: Reduce = Reduce()
     batch_norm: Literal["sync", "local"] = "sync"
     dropout: Literal["local", "exact"] = "local"
@@ -366,6 +370,9 @@ class ParallelConfig(ConfigSection, frozen=True, kw_only=True):
 
     def __post_init__(self) -> None:
         _at_least(self, "accumulate", 1)
+        _at_least(self, "copies", 1)
+        if self.copies > 1 and (problem := copies_problem(self)):
+            raise ValueError(f"copies: {problem}")
         self._check_verify()
         if self.seed is not None:
             _at_least(self, "seed", 0)
@@ -389,6 +396,11 @@ class ParallelConfig(ConfigSection, frozen=True, kw_only=True):
         for key in ("plan", "pipeline"):
             if getattr(self, key) and self.mode in ("stand_alone", "data", "manual"):
                 raise ValueError(f"{key}: mode {self.mode} has none (choose semi_auto)")
+
+    @property
+    def parts(self) -> int:
+        """Parts of a local batch that a step computes, each with a loss of its own."""
+        return self.accumulate * self.copies
 
     @property
     def verified(self) -> Verify:

@@ -43,7 +43,6 @@ from msrun.units import quoted
 # Keys of MindSpore's configuration that have no counterpart here, with what to do instead.
 _REFUSED = {
     "alltoall": "the search picks all-to-all itself where it is cheaper",
-    "copies": "multiple-copy parallel is not part of this version",
     "cost": "costs come from the topology (a preset, or a file of msrun calibrate)",
     "ps": "parameter servers are the key servers",
 }

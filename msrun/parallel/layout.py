@@ -491,7 +491,7 @@ def _check_dropout(config: ParallelConfig, layout: MeshLayout) -> None:
             f"{ROOT}.dropout: exact with a pipeline, whose stages draw each for itself "
             "(choose local)"
         )
-    microbatches = config.pipeline.microbatches if config.pipeline else config.accumulate
+    microbatches = config.pipeline.microbatches if config.pipeline else config.parts
     if layout.size(DATA_AXIS) > 1 and microbatches > 1:
         raise ConfigError(
             f"{ROOT}.dropout: exact with {microbatches} micro-batches, which hold other samples "

@@ -61,6 +61,7 @@ from msrun.parallel.uneven_rows import rule as rows_rule
 # takes a second, and a rank that was not forked would wait for it.
 if TYPE_CHECKING:
     from msrun.parallel.context.sequences import Sequences
+    from msrun.parallel.copies.group import Copies
     from msrun.parallel.deferred.fill import Weights
     from msrun.parallel.images.apply import Images
     from msrun.parallel.tensor.guard import Guard
@@ -350,7 +351,7 @@ def _make_parallel(
             experts=experts,
         ),
         partial(entered, _computing(model, sequences, guard, zero, config.optimizer.zero)),
-        microbatches=config.accumulate,
+        microbatches=config.parts,
         is_pipeline=config.pipeline is not None,
         excluded=resolved.excluded,
         snapshot=snapshot if context.world_size > 1 else None,
@@ -361,7 +362,7 @@ def _make_parallel(
         exchanges_tokens=bool(experts),
         uncompiled=switch.off,
     )
-    state.sequences = sequences
+    state.sequences, state.copies = sequences, _copies(config, context, guard)
     return state
 
 
@@ -385,6 +386,15 @@ def _shard_over_data(
         experts=experts,
         on_host=host_tables.parameters(model, resolved.placed),
     )
+
+
+def _copies(config: ParallelConfig, context: RankContext, guard: Guard | None) -> Copies | None:
+    """Return the copies of each micro-batch, if there are several and a plan for them."""
+    if config.copies == 1 or guard is None:
+        return None
+    from msrun.parallel.copies.group import Copies
+
+    return Copies(config.copies, context.device, [(guard, "shared")])
 
 
 def _begin(context: RankContext, zero: reductions.Zero, check: Callable[[], None]) -> None:

@@ -27,6 +27,7 @@ if TYPE_CHECKING:
     from torch.distributed.fsdp import FSDPModule
 
     from msrun.parallel.auto.dropout_rng import DropoutRng
+    from msrun.parallel.copies.group import Copies
     from msrun.parallel.data_parallel.collective_order import CollectiveOrder
     from msrun.parallel.data_parallel.parameter_hooks import ParameterHooks
     from msrun.parallel.data_parallel.reductions import Reduction
@@ -252,6 +253,7 @@ class ShardedModel:
         sequences: The part of each sequence that a rank has; None without style `context`.
         known: What is known of each output of a micro-batch of a plan of mode auto.
         verifier: Compares the first steps with one process; None without `verify`.
+        copies: The copies of each micro-batch; None without.
         origin: Names and library of the model before `shard`.
     """
 
@@ -259,6 +261,7 @@ class ShardedModel:
     origin: Origin | None = None
     is_watched = False
     sequences: _Sequences | None = None
+    copies: Copies | None = None
     known: Sequence[Known] = ()
 
     def __init__(

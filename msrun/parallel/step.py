@@ -10,7 +10,7 @@ import contextlib
 from collections.abc import Callable, Collection, Sequence
 from dataclasses import replace
 from functools import partial
-from typing import Any
+from typing import TYPE_CHECKING, Any, cast
 
 import torch
 import torch.distributed as dist
@@ -41,6 +41,9 @@ from msrun.parallel.rank_context import EpochEnd, RankContext
 from msrun.parallel.sharded_model import ShardedModel
 from msrun.parallel.torch_compat import eagerly, is_compiled
 from msrun.parallel.uneven_rows.rows import rows_of
+
+if TYPE_CHECKING:
+    from msrun.parallel.copies.group import Copies
 
 # Takes the output of the model and the target of the batch; returns the loss, see `Runtime.step`.
 LossFunction = Callable[[Any, Any], Any]
@@ -144,6 +147,9 @@ def _gradients(
         scale=scale,
     )
     train = _train_pipeline if sharded.is_pipeline else _train
+    # In the first step they run one after the other, which shows what they would mix up.
+    if sharded.copies and sharded.is_watched and sharded.verifier is None:
+        train = _train_copies
     looks = not (sharded.is_watched or sharded.verifier or config.batch_norm == "local")
     order = sharded.order
     if order:
@@ -285,6 +291,45 @@ def _train(
             if objective.requires_grad or not may_skip:
                 _differentiate(sharded, objective)
     tally.check_reached(absent)
+    return tally
+
+
+def _train_copies(
+    context: RankContext,
+    sharded: ShardedModel,
+    ranks: TallyRanks,
+    loss_fn: LossFunction | None,
+    batch: StepBatch,
+    *,
+    looks: bool,
+) -> LossTally:
+    """As `_train`, with the copies of a micro-batch in turns."""
+    del looks
+    model, copies = sharded.model(), cast("Copies", sharded.copies)
+    parts = [StepBatch(*part) for part in split_batch(tuple(batch), sharded.microbatches)]
+    context.batch.parts = len(parts)
+    tally = LossTally(ranks, parts=len(parts), samples=batch_size(batch), items=batch.items)
+    # What ZeRO gathered must stay until the last copy has computed with it.
+    is_zero = sharded.order is not None
+    for first in range(0, len(parts), copies.count):
+        group = parts[first : first + copies.count]
+        is_last = first + copies.count == len(parts)
+        in_part = sharded.completed() if is_last and not is_zero else sharded.paused()
+        with in_part, sharded.computing():
+            sizes = [batch_size(part) for part in group]
+            pairs = zip(group, sizes, strict=True)
+            losses = copies.losses([partial(_loss, model, tally, loss_fn, *pair) for pair in pairs])
+            for loss, samples in zip(losses, sizes, strict=True):
+                if is_zero:
+                    _check_joins(context, sharded, loss.value)
+                tally.add(loss, samples)
+            if is_last:
+                tally.combine()
+            objective = copies.joined(list(map(tally.objective, losses, sizes)))
+            if objective.requires_grad or is_zero or ranks.size == 1:
+                _differentiate(sharded, objective)
+    if is_zero:
+        sharded.reduce()
     return tally
 
 

@@ -127,6 +127,63 @@ def functional_collective(name: str, x: Tensor, *options: Any, group: dist.Proce
     return result
 
 
+def is_pending(tensor: Tensor) -> bool:
+    """Return whether the local part of a `DTensor` is the result of a collective under way."""
+    from torch.distributed._functional_collectives import AsyncCollectiveTensor
+
+    return isinstance(tensor._local_tensor, AsyncCollectiveTensor)  # type: ignore[attr-defined]  # noqa: SLF001
+
+
+def wait(tensor: Tensor) -> None:
+    """Wait for the local part of a `DTensor` for which `is_pending` is true."""
+    pending = tensor._local_tensor  # type: ignore[attr-defined]  # noqa: SLF001
+    tensor._local_tensor = pending.trigger_wait()  # type: ignore[attr-defined]  # noqa: SLF001
+
+
+def next_node_number() -> int:
+    """Return the number that the next node of autograd of this thread gets."""
+    number: int = torch._C._autograd._get_sequence_nr()  # noqa: SLF001
+    return number
+
+
+def node_number(node: Any) -> int:
+    """Return the number of a node of autograd: backward runs the highest that is ready."""
+    return int(node._sequence_nr())  # noqa: SLF001
+
+
+def set_node_number(node: Any, number: int) -> None:
+    """Have backward run `node` as if it had been made as `number`."""
+    node._set_sequence_nr(number)  # noqa: SLF001
+
+
+def modes() -> tuple[list[Any], list[Any]]:
+    """Return the function modes and the dispatch modes of this thread, the outermost first."""
+    from torch.overrides import _get_current_function_mode_stack
+    from torch.utils._python_dispatch import _get_current_dispatch_mode_stack
+
+    return list(_get_current_function_mode_stack()), list(_get_current_dispatch_mode_stack())
+
+
+@contextmanager
+def with_modes(found: tuple[list[Any], list[Any]]) -> Iterator[None]:
+    """Have `modes` of another thread be active in this one, too; they are not entered again."""
+    from torch.overrides import _pop_mode, _push_mode
+    from torch.utils import _python_dispatch
+
+    functions, dispatched = found
+    for mode in functions:
+        _push_mode(mode)
+    for mode in dispatched:
+        _python_dispatch._push_mode(mode)  # noqa: SLF001
+    try:
+        yield
+    finally:
+        for _ in dispatched:
+            _python_dispatch._pop_mode()  # noqa: SLF001
+        for _ in functions:
+            _pop_mode()
+
+
 def empty_wrapper(kind: type[Any], shape: Sequence[int], part: Tensor) -> Any:
     """Return a tensor of the subclass `kind` without memory, with the type and device of `part`.
 
@@ -378,10 +435,23 @@ def eagerly() -> Iterator[None]:
     before, it would lose the gradients of tensors that it does not get as arguments.  The compiler
     cannot follow function modes whose class has `is_watch`, so these do not see the inside.
     """
-    if "torch._dynamo" not in sys.modules:
+    if "torch._dynamo" not in sys.modules or _EAGER:
         yield
         return
 
+    _EAGER.append(True)
+    try:
+        yield from _eagerly()
+    finally:
+        _EAGER.pop()
+
+
+# Not empty inside of `eagerly`, which replaces what there is once in a process: threads that take
+# turns would put it back in another order.
+_EAGER: list[bool] = []
+
+
+def _eagerly() -> Iterator[None]:
     with _compiling_in(_normally), torch.compiler.set_stance("force_eager"):
         yield
 

@@ -12,7 +12,7 @@ from functools import partial
 import pytest
 import torch
 import torch.distributed as dist
-from ranks import Counted, batches, build, run_ranks
+from ranks import Counted, batches, build, run_ranks, run_warm
 from torch import nn
 from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.fsdp import fully_shard
@@ -22,6 +22,7 @@ from torch.optim.swa_utils import AveragedModel
 from torch.overrides import TorchFunctionMode
 from torch.utils.checkpoint import checkpoint
 
+from msrun.parallel import torch_compat
 from msrun.parallel.torch_compat import (
     after_backward,
     as_plain_tensors,
@@ -836,3 +837,55 @@ def _run(func, _, args, kwargs):
 def test_branches_of_higher_order_operators_compile_where_others_run_eagerly():
     assert run_ranks(_branches, 1)[0] == ([1.0, 1.0], True, True)
     assert not is_of_compiler(RuntimeError())
+
+
+def test_backward_runs_nodes_by_their_number():
+    x, order = torch.ones(1, requires_grad=True), []
+    first, second = x * 2, x * 3
+    assert torch_compat.node_number(second.grad_fn) + 1 == torch_compat.next_node_number()
+    assert torch_compat.node_number(first.grad_fn) < torch_compat.node_number(second.grad_fn)
+    torch_compat.set_node_number(first.grad_fn, torch_compat.node_number(second.grad_fn) + 1)
+    for name, tensor in (("first", first), ("second", second)):
+        tensor.grad_fn.register_hook(lambda *_, name=name: order.append(name))
+    (first + second).backward()
+
+    assert order == ["first", "second"]
+
+
+def test_modes_of_a_thread_are_active_in_another():
+    seen = []
+
+    class Seen(TorchFunctionMode):
+        def __torch_function__(self, func, types, args=(), kwargs=None):
+            seen.append("function")
+            return func(*args, **(kwargs or {}))
+
+    def watch(operator, _, args, kwargs):
+        seen.append(operator.__name__)
+        return operator(*args, **kwargs)
+
+    def compute(found):
+        with torch_compat.with_modes(found):
+            torch.ones(1).add(1)
+        torch.ones(1).add(1)
+
+    with Seen(), torch_compat.dispatching(watch):
+        found = torch_compat.modes()
+    thread = threading.Thread(target=compute, args=(found,))
+    thread.start()
+    thread.join()
+    assert "function" in seen
+    assert seen.count("add.Tensor") == 1
+
+
+def pending():
+    mesh = init_device_mesh("cpu", (2,))
+    summand = DTensor.from_local(torch.ones(2), mesh, [Partial()], run_check=False)
+    total = summand.redistribute(placements=[Replicate()], async_op=True)
+    before = torch_compat.is_pending(total)
+    torch_compat.wait(total)
+    return before, torch_compat.is_pending(total), total.to_local().tolist()
+
+
+def test_what_is_under_way_is_known_and_awaited():
+    assert run_warm(pending, 2) == 2 * [(True, False, [2.0, 2.0])]

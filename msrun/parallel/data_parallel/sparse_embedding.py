@@ -33,7 +33,7 @@ def check(
         ModelError: A table has such an option.
     """
     ranks = layout.size(DATA_AXIS)
-    parts = ranks * (config.pipeline.microbatches if config.pipeline else config.accumulate)
+    parts = ranks * (config.pipeline.microbatches if config.pipeline else config.parts)
     for name, table in _tables(model):
         plan = plans.get(name)
         if table.max_norm is not None and (ranks > 1 or plan):

@@ -22,17 +22,24 @@ from torch import Tensor, nn
 
 from msrun.errors import ModelError
 from msrun.parallel.config import ROOT, ParallelConfig
+from msrun.parallel.copies.attributes import Attributes
 from msrun.parallel.local import is_equal, numbers
 
 
 def check(config: ParallelConfig, model: nn.Module) -> None:
-    """Refuse spectral norms in a pipeline, whose micro-batches overlap.
+    """Refuse spectral norms in a pipeline, whose micro-batches overlap, and beside copies.
 
     Raises:
         ModelError: There is one, and a step has several micro-batches.
     """
     parts = config.pipeline.microbatches if config.pipeline else 1
     name = next(iter(_spectral(model)), None)
+    if config.copies > 1 and name is not None:
+        raise ModelError(
+            f"{ROOT}.copies: each of {config.copies} copies would move {name} of a spectral norm, "
+            "which one process moves once a step",
+            hint="remove the spectral norm, or leave out copies",
+        )
     if parts > 1 and name is not None:
         raise ModelError(
             f"{ROOT}.pipeline.microbatches: {parts} micro-batches would each move {name} of a "
@@ -50,12 +57,15 @@ class MicroBatches:
     """
 
     def __init__(self, config: ParallelConfig, model: nn.Module) -> None:
-        self._parts = config.accumulate
+        self._parts = config.parts
+        self._key = "copies" if config.copies > 1 else "accumulate"
         self._has_spectral = any(_spectral(model))
         # With `batch_norm: local` buffers follow what a rank sees at once.
         self._is_checked = config.batch_norm == "local" or self._parts == 1
         self._after: dict[str, Tensor] | None = None
         self._numbers: dict[str, float] | None = None
+        self._has_copies = config.copies > 1
+        self._attributes: Attributes | None = None
 
     @contextmanager
     def before_last(self, model: nn.Module) -> Iterator[None]:
@@ -82,6 +92,7 @@ class MicroBatches:
         yield
         self._check_writes(model)
         self._is_checked, self._after, self._numbers = True, None, None
+        self._attributes = None
 
     def _check_writes(self, model: nn.Module) -> None:
         """Compare buffers with those after the micro-batch before, in the first step alone."""
@@ -98,10 +109,15 @@ class MicroBatches:
         again += [name for name in before if name in counts and counts[name] != before[name]]
         if again:
             raise ModelError(
-                f"{ROOT}.accumulate: each of {self._parts} micro-batches changes {again[0]}, which "
-                "one process changes once a step",
+                f"{ROOT}.{self._key}: each of {self._parts} micro-batches changes {again[0]}, "
+                "which one process changes once a step",
                 hint="say `batch_norm: local` if that is meant",
             )
+        if self._has_copies:
+            attributes = Attributes(model)
+            if self._attributes is not None:
+                self._attributes.check_unchanged(attributes)
+            self._attributes = attributes
         self._numbers = counts
         self._after = {name: buffer.detach().clone() for name, buffer in now.items()}
 

@@ -145,6 +145,9 @@ class _Translation:
     def accumulation(self, value: Value) -> None:
         self.put("accumulate", self._number(value))
 
+    def copies(self, value: Value) -> None:
+        self.put("copies", self._number(value))
+
     def full_batch(self, value: Value) -> None:
         mesh = self._tree.get("mesh")
         has_no_dp = isinstance(mesh, Mapping) and mesh.get(DATA_AXIS, 1) == 1
@@ -338,6 +341,9 @@ _READERS: dict[str, Callable[[_Translation, Value], None]] = {
     "parameter_broadcast": _broadcast,
     "loss_repeated_mean": _repeated,
     "grad_accumulation_step": _Translation.accumulation,
+    # Of `MicroBatchInterleaved(network, interleave_num)`.
+    "interleave_num": _Translation.copies,
+    "micro_batch_interleaved": _Translation.copies,
     "full_batch": _Translation.full_batch,
     "dataset_strategy": _Translation.dataset_strategy,
     "pipeline_stages": _Translation.stages,

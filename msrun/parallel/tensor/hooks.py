@@ -54,6 +54,7 @@ from torch.nn import Parameter
 from msrun.errors import ModelError, UsageError
 from msrun.parallel import torch_compat
 from msrun.parallel.config import Dims
+from msrun.parallel.copies import turns
 from msrun.parallel.foreach.lists import support_lists
 from msrun.parallel.local import local_gradient, on_accumulation, replace_parameter
 from msrun.parallel.tensor.grids import GridProduct
@@ -226,6 +227,8 @@ class _Hooks:
             return self._input.put(x)
         # One entry is enough: siblings follow each other, and more would keep activations alive.
         if not shared or not shared[0].is_right(x, self._input):
+            if x.requires_grad and self._input.is_to_change(x):
+                turns.mark()
             shared[:] = [_Placed(x, self._input)]
         placed: DTensor = shared[0].result
         return placed
@@ -325,7 +328,19 @@ class _WantedPlacement:
         wanted = self.of(x.shape)
         if placed.placements == wanted:
             return placed
-        return placed.redistribute(self._mesh, wanted, async_op=is_async)
+        has_turns = turns.is_in_copy()
+        result = placed.redistribute(self._mesh, wanted, async_op=is_async or has_turns)
+        if has_turns and torch_compat.is_pending(result):
+            turns.begun()
+            # Here, as a recomputation does that keeps what was sent, and not where it is read.
+            torch_compat.wait(result)
+        return result
+
+    def is_to_change(self, x: Tensor) -> bool:
+        """Return whether the gradient of `x` in this placement is added up or moved."""
+        if not isinstance(x, DTensor):
+            return True
+        return self._dims is not None and x.placements != self.of(x.shape)
 
     def is_like(self, other: _WantedPlacement, x: Tensor) -> bool:
         """Return whether `self` and `other` want the same placement of `x`."""

@@ -19,6 +19,7 @@ from torch.distributed.tensor.placement_types import Placement
 
 from msrun.errors import ConfigError
 from msrun.parallel.config import Dim
+from msrun.parallel.copies import turns
 from msrun.parallel.notation.dims import axes_of_dims, dim_of
 from msrun.parallel.torch_compat import parts_before, strided_shard
 
@@ -82,13 +83,16 @@ def on_mesh(part: Tensor, mesh: DeviceMesh, placed: Sequence[Placement]) -> DTen
     """
     tensor = DTensor.from_local(part, mesh, placed, run_check=False)
     if tensor.requires_grad:
-        tensor.register_hook(partial(_as_placed, tuple(placed)))
+        # Other copies compute in backward, too, while the gradient is on its way.
+        tensor.register_hook(partial(_as_placed, tuple(placed), turns.is_in_copy()))
     return tensor
 
 
-def _as_placed(placed: tuple[Placement, ...], gradient: DTensor) -> DTensor:
+def _as_placed(placed: tuple[Placement, ...], is_async: bool, gradient: DTensor) -> DTensor:  # noqa: FBT001
     """Return the gradient in the placements of the tensor."""
-    return gradient if gradient.placements == placed else gradient.redistribute(placements=placed)
+    if gradient.placements == placed:
+        return gradient
+    return gradient.redistribute(placements=placed, async_op=is_async)
 
 
 def dims_of(placed: Sequence[Placement], mesh: DeviceMesh, ndim: int) -> list[Dim]:

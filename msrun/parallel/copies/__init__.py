@@ -1,0 +1,1 @@
+"""Multiple copies: slices of a batch whose forwards take turns at each collective."""

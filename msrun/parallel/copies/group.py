@@ -1,0 +1,42 @@
+"""The copies of one micro-batch: their losses, computed in turns or one after the other."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+
+import torch
+from torch import Tensor
+
+from msrun.parallel.copies.turns import Turns, order_backward
+from msrun.parallel.losses.terms import PartLoss
+from msrun.parallel.torch_compat import eagerly
+
+Task = Callable[[], PartLoss]
+
+
+class Copies:
+    """Copies of a model under a plan.
+
+    Args:
+        count: Slices of a micro-batch.
+        device: Of this rank.
+        own: Objects and names of attributes that each copy has a value of its own for.
+    """
+
+    def __init__(self, count: int, device: torch.device, own: Sequence[tuple[object, str]]) -> None:
+        self.count = count
+        self._device, self._own = device, own
+        self._marks: list[list[int]] = []
+
+    def losses(self, tasks: Sequence[Task]) -> list[PartLoss]:
+        """Return the loss of each task, all computed in turns."""
+        turns = Turns(tasks, self._device, self._own)
+        with eagerly():  # what it replaces there is once, and not for each thread
+            found = turns.run()
+        self._marks = turns.marks
+        return found
+
+    def joined(self, objectives: Sequence[Tensor]) -> Tensor:
+        """Return the sum of what each copy differentiates, whose backward passes take turns."""
+        order_backward([objective.grad_fn for objective in objectives], self._marks)
+        return torch.stack([*objectives]).sum()
