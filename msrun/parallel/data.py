@@ -264,7 +264,7 @@ def make_loader(
     **options: Any,
 ) -> MeshLoader | StreamLoader:
     """Return a loader of `dataset`; see `Runtime.loader`."""
-    _check(batch_size, options)
+    check_options(batch_size, options)
     if isinstance(dataset, IterableDataset) or not isinstance(dataset, Sized):
         from msrun.parallel.data_parallel.stream import StreamLoader
 
@@ -272,7 +272,12 @@ def make_loader(
     return MeshLoader(context, dataset, batch_size, **options)
 
 
-def _check(batch_size: int, options: dict[str, Any]) -> None:
+def check_options(batch_size: int, options: dict[str, Any]) -> None:
+    """Refuse options that a loader decides by itself.
+
+    Raises:
+        UsageError: There is one, or the batch has no sample.
+    """
     if batch_size < 1:
         raise UsageError(f"rt.loader: batch_size {batch_size} must be at least 1")
     for name in ("sampler", "batch_sampler"):

@@ -354,6 +354,10 @@ class Runtime:
         """
         from msrun.parallel.data import make_loader
 
+        if self.context.images:
+            from msrun.parallel.images.loader import make_image_loader as make
+
+            return make(self.config, self.context, dataset, batch_size, **options)
         loader = make_loader(self.context.configured, dataset, batch_size, **options)
         servers = self.config.servers
         if servers and servers.cache and servers.cache.prefetch:

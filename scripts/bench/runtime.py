@@ -12,7 +12,9 @@ and `torch.distributed.pipelining`; `cp` all-to-alls around attention, as in Dee
 beside `DistributedDataParallel`; `hybrid`, pp x dp x tp, the last two, and one all-reduce of
 all gradients over dp, as `DistributedDataParallel` takes no divided parameters.  `ep` is the
 mixture of `examples/train_moe.py`, whose hand-written form sorts tokens by expert, exchanges them
-by `all_to_all_single`, and has `DistributedDataParallel` ignore the experts.
+by `all_to_all_single`, and has `DistributedDataParallel` ignore the experts.  `images` is a
+network of convolutions over images of which each rank has some rows; its hand-written form sends
+the rows at the border to its neighbours by `batch_isend_irecv`.  Its tokens are pixels.
 """
 
 # tidy: long file, it runs by path and alone, so every hand-written model stands here
@@ -83,6 +85,10 @@ CONFIGS: dict[str, dict[str, Any]] = {
     "ep": {
         "mesh": {"ep": -1},
         "plan": [{"match": "*.experts", "style": "experts", "axis": "ep"}],
+    },
+    "images": {
+        "mesh": {"h": -1},
+        "data": {"image": ["dp", None, "h", None], "label": ["dp", "h", None]},
     },
     "hybrid": {"mesh": {"pp": 2, "dp": 2, "tp": 2}, "plan": LAYER_PLAN},  # and such a pipeline
 }
@@ -203,11 +209,16 @@ def _time_init(config: dict[str, Any], rank: int, ranks: int) -> float:
 def _train(name: str, turns: int, rank: int, ranks: int) -> tuple[Turns, Turns]:
     del rank
     runtime = msrun.init(_config(name, ranks))
-    lm = _load_example("train_moe" if name == "ep" else "train_lm")
+    lm: Any = _load_example("train_moe" if name == "ep" else "train_lm")
+    if name == "images":
+        lm = _Pictures
     steps = {"ours": _ours(runtime, lm), "plain": _plain(name, lm)}
     copies = runtime.layout.size("dp")
     generator = torch.Generator().manual_seed(runtime.coordinate.get("dp", 0))
     batch = torch.randint(0, 104, (LOCAL_BATCH, lm.LENGTH + 1), generator=generator)
+    inputs, target = batch[:, :-1], batch[:, 1:]
+    if name == "images":
+        inputs, target = _Pictures.batch(generator)
     speeds: Turns = {"ours": [], "plain": []}
     cpu: Turns = {"ours": [], "plain": []}
     for turn in range(turns + 1):
@@ -215,7 +226,7 @@ def _train(name: str, turns: int, rank: int, ranks: int) -> tuple[Turns, Turns]:
             dist.barrier()
             start, start_cpu = time.perf_counter(), time.process_time()
             for _ in range(STEPS_A_TURN):
-                steps[who](batch[:, :-1], batch[:, 1:])
+                steps[who](inputs, target)
             cpu_seconds = time.process_time() - start_cpu
             dist.barrier()
             seconds = time.perf_counter() - start
@@ -256,6 +267,82 @@ def _ours(runtime: Any, lm: Any) -> Step:
     model = runtime.shard(_model(lm))
     optimizer = runtime.optimizer(torch.optim.AdamW(model.parameters(), lr=1e-3))
     return functools.partial(runtime.step, model, optimizer, _loss_of(lm))
+
+
+class _Pictures:
+    """The part of an example for images: a network with a class for each pixel."""
+
+    SIZE = 96
+    LENGTH = SIZE * SIZE
+    WIDTH = 32
+    CLASSES = 8
+
+    @classmethod
+    def GPT(cls, _: int) -> nn.Module:  # noqa: N802 - as in the example
+        """Return the network."""
+        layers: list[nn.Module] = []
+        for before in (3, cls.WIDTH, cls.WIDTH):
+            layers += [nn.Conv2d(before, cls.WIDTH, 3, padding=1), nn.ReLU()]
+        return nn.Sequential(*layers, nn.Conv2d(cls.WIDTH, cls.CLASSES, 3, padding=1))
+
+    @classmethod
+    def batch(cls, generator: torch.Generator) -> tuple[Tensor, Tensor]:
+        """Return images and classes of their pixels."""
+        size = (LOCAL_BATCH, cls.SIZE, cls.SIZE)
+        images = torch.randn(LOCAL_BATCH, 3, *size[1:], generator=generator)
+        return images, torch.randint(0, cls.CLASSES, size, generator=generator)
+
+    @staticmethod
+    def loss_of(output: Tensor, target: Tensor) -> Tensor:
+        """Return the mean over pixels."""
+        return nn.functional.cross_entropy(output, target)
+
+
+def _divide_rows(model: nn.Module) -> None:
+    """Have convolutions get the rows around theirs from the neighbours."""
+    for module in model.modules():
+        if isinstance(module, nn.Conv2d):
+            module.padding = (0, 1)
+            module.register_forward_pre_hook(lambda _, inputs: (_Halo.apply(*inputs),))  # type: ignore[no-untyped-call]
+
+
+class _Halo(torch.autograd.Function):
+    """A row above and one below, of the ranks before and after this one."""
+
+    @staticmethod
+    def forward(ctx: Any, x: Tensor) -> Tensor:
+        del ctx
+        above, below = _swapped(x[:, :, :1], x[:, :, -1:])
+        return torch.cat([above, x, below], 2)
+
+    @staticmethod
+    def backward(ctx: Any, gradient: Tensor) -> Tensor:
+        del ctx
+        first, last = _swapped(gradient[:, :, :1], gradient[:, :, -1:])
+        own = gradient[:, :, 1:-1].clone()
+        own[:, :, :1] += first
+        own[:, :, -1:] += last
+        return own
+
+
+def _swapped(first: Tensor, last: Tensor) -> tuple[Tensor, Tensor]:
+    """Send a row to each neighbour; return theirs, or zeros at the border."""
+    rank, ranks = dist.get_rank(), dist.get_world_size()
+    found = torch.zeros_like(first), torch.zeros_like(last)
+    work = []
+    for peer, sent, got in ((rank - 1, first, found[0]), (rank + 1, last, found[1])):
+        if 0 <= peer < ranks:
+            work.append(dist.P2POp(dist.isend, sent.contiguous(), peer))
+            work.append(dist.P2POp(dist.irecv, got, peer))
+    for pending in dist.batch_isend_irecv(work) if work else ():
+        pending.wait()
+    return found
+
+
+def _on_rows(step: Step, inputs: Tensor, target: Tensor) -> Any:
+    """Run a step on the rows of this rank."""
+    rank, ranks = dist.get_rank(), dist.get_world_size()
+    return step(inputs.chunk(ranks, 2)[rank].contiguous(), target.chunk(ranks, 1)[rank])
 
 
 def _model(lm: Any) -> nn.Module:
@@ -304,7 +391,9 @@ def _plain(name: str, lm: Any) -> Step:
         kind: Any = DistributedDataParallel
         ignore = kind._set_params_and_buffers_to_ignore_for_model  # noqa: SLF001
         ignore(model, own)
-    if name in ("dp", "cp", "ep"):
+    if name == "images":
+        _divide_rows(model)
+    if name in ("dp", "cp", "ep", "images"):
         model = DistributedDataParallel(model)
     elif name == "zero3":
         for layer in model.layers:  # type: ignore[union-attr]
@@ -314,7 +403,8 @@ def _plain(name: str, lm: Any) -> Step:
         _divide_layers(model, init_device_mesh("cpu", (dist.get_world_size(),)), lm)
     optimizer = torch.optim.AdamW(model.parameters(), lr=1e-3)
     step = functools.partial(_plain_step, model, optimizer, _loss_of(lm))
-    return functools.partial(_on_part, step) if name == "cp" else step
+    cuts = {"cp": _on_part, "images": _on_rows}
+    return functools.partial(cuts[name], step) if name in cuts else step
 
 
 def _divide_layers(model: Any, mesh: DeviceMesh, lm: Any) -> None:

@@ -4,53 +4,89 @@ from __future__ import annotations
 
 import math
 from collections.abc import Callable, Sequence
+from functools import partial
 from typing import Any
 
 import torch
 from torch import Tensor
 from torch.nn import functional
 
-from msrun.parallel.images.image_tensor import ImageAxis, ImageCall, ImageTensor, rule
+from msrun.parallel.images.image_tensor import ImageCall, ImageTensor, rule
 from msrun.parallel.images.rules_elements import fit
 from msrun.parallel.images.rules_sums import crossed, moments, over
-from msrun.parallel.norms.normalize import normalized
+
+# Returns the sum over ranks.
+_Total = Callable[[Tensor], Tensor]
 
 
 class _Standardize(torch.autograd.Function):
     """(x - mean) / std over some dims, of all ranks; it keeps its result for the backward pass."""
 
     @staticmethod
-    def forward(  # noqa: PLR0917 - as of autograd
-        ctx: Any, x: Tensor, dims: list[int], axes: Sequence[ImageAxis], rows: int, eps: float
-    ) -> Tensor:
+    def forward(
+        ctx: Any, x: Tensor, dims: list[int], total: _Total, eps: float
+    ) -> tuple[Tensor, Tensor, Tensor, Tensor]:
         values = x.to(torch.promote_types(x.dtype, torch.float32))
-        mean, squares = moments(values, dims, axes, rows)
-        scale = torch.rsqrt(squares / rows + eps)
-        normal: Tensor = (values - mean).mul_(scale).to(x.dtype)
-        ctx.save_for_backward(normal, scale)
-        ctx.options = dims, axes, rows
-        return normal
+        sums = values.sum(dims, keepdim=True)
+        count = values.new_tensor([values.numel() / max(sums.numel(), 1)])
+        *_, count = found = total(torch.cat([sums.flatten(), count]))
+        mean = found[:-1].view(sums.shape) / count
+        normal = values - mean
+        variance = total(normal.square().sum(dims, keepdim=True)) / count
+        scale = torch.rsqrt(variance + eps)
+        normal = normal.mul_(scale).to(x.dtype)
+        ctx.save_for_backward(normal, scale, count)
+        ctx.dims, ctx.total = dims, total
+        ctx.mark_non_differentiable(mean, variance, count)
+        return normal, mean, variance, count
 
     @staticmethod
     @torch.autograd.function.once_differentiable
-    def backward(ctx: Any, gradient: Tensor) -> tuple[Tensor | None, ...]:
-        normal, scale = ctx.saved_tensors
-        dims, axes, rows = ctx.options
+    def backward(ctx: Any, gradient: Tensor, *_: Any) -> tuple[Tensor | None, ...]:
+        normal, scale, count = ctx.saved_tensors
+        dims = ctx.dims
         gradient = gradient.to(scale.dtype)
         sums = torch.stack(
             [gradient.sum(dims, keepdim=True), (gradient * normal).sum(dims, keepdim=True)]
         )
-        first, second = over(sums, axes) / rows
+        first, second = ctx.total(sums) / count
         result = (gradient - first - normal * second) * scale
-        return result.to(normal.dtype), None, None, None, None
+        return result.to(normal.dtype), None, None, None
 
 
-def standardized(
-    x: Tensor, dims: list[int], axes: Sequence[ImageAxis], rows: int, eps: float
+def standardized(x: Tensor, dims: list[int], total: _Total, eps: float) -> Any:
+    """Return `x` with mean 0 and variance 1, and what these and the count were.
+
+    Args:
+        x: A part.
+        dims: What the statistics are over.
+        total: Returns the sum over all ranks that have parts.
+        eps: What is added to the variance.
+    """
+    return _Standardize.apply(x, dims, total, eps)  # type: ignore[no-untyped-call]
+
+
+def batch_standardized(
+    x: Tensor,
+    running: tuple[Tensor | None, Tensor | None],
+    affine: tuple[Tensor | None, Tensor | None],
+    *,
+    momentum: float,
+    eps: float,
+    total: _Total,
 ) -> Tensor:
-    """Return `x` with mean 0 and variance 1 over `dims` and the ranks of `axes`."""
-    result: Tensor = _Standardize.apply(x, dims, axes, rows, eps)  # type: ignore[no-untyped-call]
-    return result
+    """Normalize parts of images as `functional.batch_norm` does; see `norms.normalize`.
+
+    It keeps one tensor for the backward pass, where that keeps three.
+    """
+    dims = [dim for dim in range(x.dim()) if dim != 1]
+    normal, mean, variance, count = standardized(x, dims, total, eps)
+    with torch.no_grad():
+        unbiased = variance * (count / (count - 1))
+        for old, new in zip(running, (mean, unbiased), strict=True):
+            if old is not None:
+                old.lerp_(new.flatten().to(old.dtype), momentum)
+    return _affine(normal, *affine, [1, -1] + [1] * (x.dim() - 2))
 
 
 def _affine(x: Tensor, weight: Tensor | None, bias: Tensor | None, shape: Sequence[int]) -> Tensor:
@@ -70,8 +106,8 @@ def group_normed(call: ImageCall) -> Any:
         return call.whole()
     axes = crossed(x, divided)
     local = x.local.unflatten(1, (groups, -1))
-    rows = x.numel() // (x.shape[0] * groups)
-    normal = standardized(local, list(range(2, local.dim())), axes, rows, eps).flatten(1, 2)
+    total = partial(over, axes=axes)
+    normal = standardized(local, list(range(2, local.dim())), total, eps)[0].flatten(1, 2)
     shape = [1, -1] + [1] * (x.dim() - 2)
     return x.like(_affine(normal, weight, bias, shape))
 
@@ -88,8 +124,7 @@ def layer_normed(call: ImageCall) -> Any:
         return x.like(call.on(x.local))
     if call.name == "rms_norm":
         return call.whole()
-    rows = math.prod(shape)
-    normal = standardized(x.local, dims, axes, rows, call.value(4, "eps", 1e-5))
+    normal = standardized(x.local, dims, partial(over, axes=axes), call.value(4, "eps", 1e-5))[0]
     places = tuple(p if p and p.dim >= first else None for p in x.places)
     own = [None if w is None else fit(w, x.axes, places, x.dim()) for w in (weight, bias)]
     normal = normal if own[0] is None else normal * own[0]
@@ -113,9 +148,9 @@ def instance_normed(call: ImageCall) -> Any:
     mean, var = given.get("running_mean"), given.get("running_var")
     shape = [1, -1] + [1] * (x.dim() - 2)
     eps = given.get("eps", 1e-5)
-    dims, rows = list(range(2, x.dim())), math.prod(x.shape[2:])
+    dims = list(range(2, x.dim()))
     if uses_input:
-        normal = standardized(x.local, dims, crossed(x, dims), rows, eps)
+        normal = standardized(x.local, dims, partial(over, axes=crossed(x, dims)), eps)[0]
         if mean is not None and var is not None:
             _track_instances(x, (mean, var), given.get("momentum", 0.1))
     elif mean is None or var is None:
@@ -147,14 +182,13 @@ def batch_normed(call: ImageCall) -> Any:
     if 1 in x.divided():
         return call.whole()
     axes = crossed(x, x.divided())
-    total: Callable[[Tensor], Tensor] = lambda values: over(values, axes)  # noqa: E731
     return x.like(
-        normalized(
+        batch_standardized(
             x.local,
             (given.get("running_mean"), given.get("running_var")),
             (given.get("weight"), given.get("bias")),
             momentum=given.get("momentum", 0.1),
             eps=given.get("eps", 1e-5),
-            total=total,
+            total=partial(over, axes=axes),
         )
     )

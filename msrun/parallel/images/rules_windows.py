@@ -240,6 +240,30 @@ class _Convolve(Function):
         return of_x, of_weight, of_bias, None, None
 
 
+class _MaxPool(Function):
+    """Maxima of windows in a part and the rows around it; it keeps their places alone."""
+
+    @staticmethod
+    def forward(ctx: Any, x: Tensor, reaches: Sequence[Reach], options: Any) -> Any:
+        found = extended(x, reaches, -math.inf).x
+        result, indices = torch.ops.aten.max_pool2d_with_indices(found, *options)
+        ctx.save_for_backward(indices)
+        ctx.mark_non_differentiable(indices)
+        ctx.reaches, ctx.options, ctx.shape = reaches, options, found.shape
+        return result, indices
+
+    @staticmethod
+    @torch.autograd.function.once_differentiable
+    def backward(ctx: Any, gradient: Tensor, _: Any) -> tuple[Tensor | None, ...]:
+        (indices,) = ctx.saved_tensors
+        # Of the input only the shape counts, since the places are known.
+        like = gradient.new_empty(ctx.shape)
+        found = torch.ops.aten.max_pool2d_with_indices_backward(
+            gradient, like, *ctx.options, indices
+        )
+        return drawn_in(found, ctx.reaches), None, None
+
+
 def numbers(value: Any, count: int) -> list[int]:
     """Return an option of each dim, which may be given once for all."""
     given = [value] if isinstance(value, int) else list(value)
@@ -381,6 +405,11 @@ def max_pooled(call: ImageCall) -> Any:
     padding = [window.padding for window in windows]
     for one in reaches:
         padding[one.move.dim - 2] = 0
+    if count == 2:  # noqa: PLR2004 - images
+        sizes = [[window[at] for window in windows] for at in (0, 1, 3)]
+        options = (sizes[0], sizes[1], padding, sizes[2], bool(ceil))
+        found, _ = _MaxPool.apply(x.local, reaches, options)  # type: ignore[no-untyped-call]
+        return x.like(found, places)
     local = extend(x.local, reaches, -math.inf)
     found = call.func(
         local,

@@ -127,12 +127,17 @@ class NormFunctions:
         Channels that a plan sharded are gathered, with a warning for the first.
         """
         if has_parts(x):  # of images, over all ranks
-            return on_parts(
-                x,
-                lambda part: normalized(
-                    part, running, affine, momentum=momentum, eps=eps, total=self._sum_of_parts
-                ),
+            from msrun.parallel.images.rules_norms import batch_standardized
+
+            compute = partial(
+                batch_standardized,
+                running=running,
+                affine=affine,
+                momentum=momentum,
+                eps=eps,
+                total=self._sum_of_parts,
             )
+            return on_parts(x, compute)
         if is_sharded(x) and any(p.is_shard() for p in x.placements) and not self._has_warned:
             self._has_warned = True
             warnings.warn("msrun: batch_norm is computed whole on every rank", stacklevel=2)
