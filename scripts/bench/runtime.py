@@ -80,6 +80,7 @@ CONFIGS: dict[str, dict[str, Any]] = {
     "dp": {"mesh": {"dp": -1}},
     "zero3": {"mesh": {"dp": -1}, "optimizer": {"zero": 3}},
     "tp": {"mesh": {"tp": -1}, "plan": LAYER_PLAN},
+    "copies": {"mesh": {"tp": -1}, "plan": LAYER_PLAN, "copies": 2},
     "cp": {"mesh": {"cp": -1}, "plan": [{"match": "*", "style": "context"}]},
     "pp": {"mesh": {"pp": -1}},  # and a pipeline, whose stages depend on the ranks
     "ep": {
@@ -402,9 +403,24 @@ def _plain(name: str, lm: Any) -> Step:
     else:
         _divide_layers(model, init_device_mesh("cpu", (dist.get_world_size(),)), lm)
     optimizer = torch.optim.AdamW(model.parameters(), lr=1e-3)
+    if name == "copies":
+        return functools.partial(_copied_step, model, optimizer, _loss_of(lm))
     step = functools.partial(_plain_step, model, optimizer, _loss_of(lm))
     cuts = {"cp": _on_part, "images": _on_rows}
     return functools.partial(cuts[name], step) if name in cuts else step
+
+
+def _copied_step(model: Any, optimizer: Any, loss_of: Any, inputs: Tensor, target: Tensor) -> float:
+    """Train on two halves of a batch, layer by layer in turns."""
+    optimizer.zero_grad()
+    parts = [model.embed(half) + model.position for half in inputs.chunk(2)]
+    for layer in model.layers:
+        parts = [layer(part) for part in parts]
+    found = [model.head(model.norm(part)) for part in parts]
+    loss = sum(loss_of(*pair) for pair in zip(found, target.chunk(2), strict=True)) / 2
+    loss.backward()
+    optimizer.step()
+    return float(loss.item())
 
 
 def _divide_layers(model: Any, mesh: DeviceMesh, lm: Any) -> None:
