@@ -17,7 +17,7 @@ from typing import TYPE_CHECKING, Any
 from msrun.version import __version__
 
 if TYPE_CHECKING:
-    from collections.abc import Mapping
+    from collections.abc import Callable, Mapping, Sequence
     from pathlib import Path
 
     import torch
@@ -58,6 +58,7 @@ __all__ = [
     "init",
     "join",
     "launch",
+    "shard",
 ]
 
 # Public name -> module that has it; each costs an import that not every program needs.
@@ -105,6 +106,34 @@ def join() -> None:
     from msrun.worker import by_hand
 
     by_hand.join()
+
+
+def shard(
+    function: Callable[..., Any],
+    in_: Sequence[Any] | None = None,
+    out: Any = None,
+    params: Mapping[str, Any] | None = None,
+) -> Callable[..., Any]:
+    """Return `function` on shards of its tensors: each rank computes a part of the result.
+
+    All ranks call the result together, with equal tensors.  Dims are as in a rule of `plan`: a list
+    with the mesh axis that shards each dim, several as a list, or None.  With one rank, or axes of
+    one rank alone, it is `function` itself.
+
+    Args:
+        function: A function of tensors, or a module, whose parameters are sharded in place.
+        in_: Dims of each positional argument; None leaves one as it comes.
+        out: Dims of the output, which is then a `DTensor`; a tuple has those of several.  None
+            returns whole, plain tensors.
+        params: Name of an argument or, of a module, of a parameter -> dims.  A warning names those
+            that are neither.
+
+    Raises:
+        UsageError: The mesh has no such axis.
+    """
+    from msrun.parallel.functions import sharded
+
+    return sharded.shard(init().context, function, in_, out, params)
 
 
 def init(

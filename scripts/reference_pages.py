@@ -68,7 +68,7 @@ CONSTANT = {
 GENERATED = re.compile(r"^<!-- generated: (\w+) -->$", re.MULTILINE)
 INLINE_CODE = re.compile(r"<code>[^<]*</code>")
 # The names of `msrun.__all__` that a reader wants first.
-FIRST = ("init", "Runtime", "join", "beat", "collectives", "launch", "Job")
+FIRST = ("init", "Runtime", "shard", "join", "beat", "collectives", "launch", "Job")
 
 
 def options() -> str:

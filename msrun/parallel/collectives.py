@@ -81,6 +81,7 @@ def gather_batch(context: RankContext, x: Tensor, dim: int = 0) -> Tensor:
         raise ModelError(
             "rt.gather: style context gives this rank a part of each sequence, and no whole sample"
         )
+    context = context.of_samples
     if context.batch.parts > 1:
         raise ModelError(
             f"rt.gather: a step of {context.batch.parts} micro-batches never has the whole batch",

@@ -14,6 +14,8 @@ from typing import Literal
 import msgspec
 
 from msrun.parallel.plans.families import PLAN_NAMES, unknown_plan
+from msrun.parallel.settings.grids import GRID_AXES, grid_problem
+from msrun.parallel.settings.images import check_data, image_axes
 from msrun.parallel.settings.section import ConfigSection
 from msrun.parallel.settings.section import at_least as _at_least
 from msrun.parallel.settings.section import given as _given
@@ -39,7 +41,18 @@ UNSHARDED_DIMS = "..."
 
 Dim = str | list[str] | None
 Dims = list[Dim]
-Style = Literal["colwise", "rowwise", "sequence", "embedding", "vocab", "experts", "context"]
+Style = Literal[
+    "colwise",
+    "rowwise",
+    "sequence",
+    "embedding",
+    "vocab",
+    "experts",
+    "context",
+    "2d",
+    "2.5d",
+    "3d",
+]
 Schedule = Literal[
     "gpipe", "1f1b", "interleaved", "looped_bfs", "interleaved_zb", "zbv", "dualpipev"
 ]
@@ -71,6 +84,8 @@ class LayoutRule(ConfigSection, frozen=True, kw_only=True):
         inputs: Key `in`: aliases that shard each dim of the first positional input; None leaves
             the input as it comes.
         out: Aliases that shard each dim of the output; None leaves the output as it comes.
+        enable_nd_tp: Whether `in` and the weight are those of MindSpore's high-dimension tensor
+            parallelism, which become the style `2d`, `2.5d` or `3d`.
     """
 
     device_matrix: list[int]
@@ -79,6 +94,7 @@ class LayoutRule(ConfigSection, frozen=True, kw_only=True):
     params: dict[str, Dims] = {}
     inputs: Dims | None = msgspec.field(default=None, name="in")
     out: Dims | None = None
+    enable_nd_tp: bool = False
 
     def __post_init__(self) -> None:
         if not self.params and self.inputs is None and self.out is None:
@@ -88,9 +104,10 @@ class LayoutRule(ConfigSection, frozen=True, kw_only=True):
 class PlanRule(ConfigSection, frozen=True, kw_only=True):
     """How the modules that `match` matches shard their parameters, input and output.
 
-    A rule has one of four forms: `style`, `strategy`, `layout`, or any of `params`, `in` and
-    `out`.  In a list of dims, each entry is null for an unsharded dim, the name of one mesh axis,
-    or a list of names, the most significant first; `...` stands for as many unsharded dims as fit.
+    A rule has one of five forms: `style`, `strategy`, `layout`, `rows`, or any of `params`, `in`
+    and `out`.  In a list of dims, each entry is null for an unsharded dim, the name of one mesh
+    axis, or a list of names, the most significant first; `...` stands for as many unsharded dims as
+    fit.
 
     Args:
         match: Pattern of module names, such as `layers.*.up`; `*` also matches dots.
@@ -99,12 +116,19 @@ class PlanRule(ConfigSection, frozen=True, kw_only=True):
             `sequence` shards dim 1 of input and output, `experts` shards every expert of a module
             with 3-D parameters of all, and over the axis `ep` sends tokens to the ranks of experts,
             `context` computes the attention in these modules over the axis `cp`, whose ranks have
-            consecutive tokens of each sequence.
-        axis: Mesh axis of `style`; None takes the only axis beside `dp` and `pp`.
+            consecutive tokens of each sequence, `2d`, `2.5d` and `3d` shard a `Linear`, or a norm
+            between two, over a grid of axes.
+        axis: Mesh axis of `style` or `rows`; None takes the only axis beside `dp` and `pp`.
+        axes: With `2d` two mesh axes, with `2.5d` and `3d` three; the product that follows takes
+            the two that shard columns in the other order.
         parts: With `colwise`: number of equal projections that follow each other in one weight,
             such as 3 for query, key and value; each is sharded, at least 1.
         kind: With `context`: `all_to_all` gives each rank all tokens of some heads, `ring` sends
             keys and values around; `auto`, the default, is the first if the axis divides the heads.
+        rows: Of an embedding table, how many rows each rank of `axis` has; as many numbers as it
+            has ranks.  The last dim of the ids has the fields: those of the first run of fields
+            are ids of the rows of the first rank, and so on.  The output is sharded by dim 0,
+            unless `out` is given.
         strategy: MindSpore's notation: into how many parts each dim of each input is split,
             weights included.
         out_strategy: With `strategy`: into how many parts each dim of the output is split; None
@@ -120,8 +144,10 @@ class PlanRule(ConfigSection, frozen=True, kw_only=True):
     match: str
     style: Style | None = None
     axis: str | None = None
+    axes: list[str] = []
     parts: int = 1
     kind: Literal["auto", "all_to_all", "ring"] | None = None
+    rows: list[int] | None = None
     strategy: list[list[int]] | None = None
     out_strategy: list[list[int]] | None = None
     layout: LayoutRule | None = None
@@ -134,15 +160,24 @@ class PlanRule(ConfigSection, frozen=True, kw_only=True):
             "style": self.style is not None,
             "strategy": self.strategy is not None,
             "layout": self.layout is not None,
-            "params": bool(self.params) or self.inputs is not None or self.out is not None,
+            "rows": self.rows is not None,
+            "params": bool(self.params)
+            or self.inputs is not None
+            or (self.out is not None and self.rows is None),
         }
         given = [name for name, is_given in forms.items() if is_given]
         if not given:
-            raise ValueError("style: or strategy, layout, or params, in and out must be given")
+            raise ValueError(
+                "style: or strategy, layout, rows, or params, in and out must be given"
+            )
         if len(given) > 1:
             raise ValueError(f"{given[0]}: cannot be combined with {given[1]}")
-        if self.axis and not self.style:
+        if self.axis and not self.style and self.rows is None:
             raise ValueError("axis: belongs to a style")
+        if self.rows is not None and (not self.rows or min(self.rows) < 1):
+            raise ValueError(f"rows: {self.rows} must have a number from 1 for each rank of axis")
+        if problem := grid_problem(self.style, self.axis, self.axes):
+            raise ValueError(problem)
         if self.style == "context" and self.axis not in (None, CONTEXT_AXIS):
             raise ValueError(f"axis: style context divides the axis {CONTEXT_AXIS}")
         if self.kind and self.style != "context":
@@ -272,10 +307,10 @@ class ParallelConfig(ConfigSection, frozen=True, kw_only=True):
         topology: With mode auto, the devices and links whose costs are minimised: the name of a
             preset, or a file of `msrun calibrate`; None takes the preset of the device.
         plan: Operator-level rules; the first rule that matches a module applies.  With mode auto,
-            rules fix the layout of parameters, and `in` and `out` are refused.  Among the rules,
-            or in their place, `auto_tp` or the name of a family of models such as `llama` stands
-            for rules that msrun makes from the model.  A path names a strategy file, or with mode
-            auto a plan file.
+            rules are wishes for parameters, inputs and outputs, which the plan keeps.  Among the
+            rules, or in their place, `auto_tp` or the name of a family of models such as `llama`
+            stands for rules that msrun makes from the model.  A path names a strategy file, or with
+            mode auto a plan file.
         optimizer: Optimizer parallel (ZeRO).
         pipeline: Pipeline parallel; None runs without.
         recompute: Recomputation; None recomputes nothing.
@@ -288,6 +323,9 @@ class ParallelConfig(ConfigSection, frozen=True, kw_only=True):
         dropout: `local` has each data-parallel rank draw its own masks; `exact` gives the masks of
             one process, and each rank takes the time to draw those of the global batch.  Mode auto
             has masks of its own, which are equal on any number of ranks and not those of torch.
+        data: Value of a batch -> axes that divide each of its dims, such as `[dp, null, h, w]` for
+            images whose height and width the axes `h` and `w` divide: each rank computes a part of
+            every image.  The keys are the values of a step in their order, or by their names.
         servers: Parameters that live on parameter servers; None has none.
         checkpoint: Checkpoints; None writes only those that the script asks for by path.
         precision: `bf16` or `fp16` computes in that type what torch's autocast does, and with
@@ -315,6 +353,7 @@ class ParallelConfig(ConfigSection, frozen=True, kw_only=True):
     reduce: Reduce = Reduce()
     batch_norm: Literal["sync", "local"] = "sync"
     dropout: Literal["local", "exact"] = "local"
+    data: dict[str, Dims] = {}
     servers: ServerParameters | None = None
     checkpoint: Checkpoint | None = None
     precision: Literal["bf16", "fp16"] | None = None
@@ -328,6 +367,7 @@ class ParallelConfig(ConfigSection, frozen=True, kw_only=True):
         if self.seed is not None:
             _at_least(self, "seed", 0)
         self._check_plan()
+        check_data(self.data)
         is_all_sharded = self.optimizer.zero and not self.optimizer.threshold
         if is_all_sharded and self.reduce.fuse != Reduce().fuse:
             raise ValueError(
@@ -351,6 +391,12 @@ class ParallelConfig(ConfigSection, frozen=True, kw_only=True):
         """What is verified, where something is."""
         return self.verify if isinstance(self.verify, Verify) else Verify(steps=self.verify)
 
+    @property
+    def decided(self) -> list[str]:
+        """Keys with which the user has decided beside mode auto what a search would."""
+        found = _given(self) if self.mode == "auto" else []
+        return [key for key in ("optimizer", "recompute", "reduce") if key in found]
+
     def _check_verify(self) -> None:
         """Refuse to verify what one process does not compute."""
         if self.verify == "first_step":
@@ -370,7 +416,8 @@ class ParallelConfig(ConfigSection, frozen=True, kw_only=True):
     def _check_precision(self) -> None:
         """Refuse what has types of its own, or was not compared."""
         mesh = {} if isinstance(self.mesh, str) else self.mesh
-        axes = [axis for axis in _EXCHANGING_AXES if mesh.get(axis, 1) != 1]
+        exchanging = (*_EXCHANGING_AXES, *image_axes(self.data))
+        axes = [axis for axis in exchanging if mesh.get(axis, 1) != 1]
         for key in (key for key in ("precision", "compile") if getattr(self, key)):
             if self.mode == "auto":
                 raise ValueError(
@@ -453,35 +500,31 @@ class ParallelConfig(ConfigSection, frozen=True, kw_only=True):
             return
         if asked and isinstance(self.plan, str):
             raise ValueError(f"{asked[0]}: {self.plan} is a plan already, so nothing is searched")
-        for key in ("optimizer", "pipeline", "recompute", "reduce", "batch_norm"):
+        for key in ("pipeline", "batch_norm"):
             if key in _given(self) and (key != "pipeline" or self.mesh == "auto"):
                 raise ValueError(f"{key}: mode auto has none: the search decides")
-        for index, rule in self._numbered_rules():
-            for key, is_given in _wishes_of_activations(rule).items():
-                if is_given:
-                    raise ValueError(
-                        f"plan[{index}].{key}: mode auto takes wishes for parameters, and finds "
-                        "the layout of activations"
-                    )
+        if self.pipeline and self.decided:
+            raise ValueError(
+                f"{self.decided[0]}: stages of mode auto have none (leave out pipeline)"
+            )
+        self._check_wishes()
         if self.memory is not None:
             msgspec.structs.force_setattr(self, "memory", _size(self, "memory"))
 
-
-def _wishes_of_activations(rule: PlanRule) -> dict[str, bool]:
-    """Return the keys of a rule that say how inputs and outputs are sharded, and which are given.
-
-    The other styles also shard activations, as follows from their parameters.
-    """
-    layout = rule.layout
-    return {
-        "style: sequence": rule.style == "sequence",
-        "style: context": rule.style == "context",
-        "in": rule.inputs is not None,
-        "out": rule.out is not None,
-        "out_strategy": rule.out_strategy is not None,
-        "layout.in": layout is not None and layout.inputs is not None,
-        "layout.out": layout is not None and layout.out is not None,
-    }
+    def _check_wishes(self) -> None:
+        """Refuse rules that are no wishes for layouts."""
+        for index, rule in self._numbered_rules():
+            if rule.style == "context":
+                raise ValueError(
+                    f"plan[{index}].style: context: mode auto plans whole sequences (choose "
+                    "semi_auto)"
+                )
+            if rule.style in GRID_AXES or rule.rows is not None:
+                key = f"style: {rule.style}" if rule.style else "rows"
+                raise ValueError(
+                    f"plan[{index}].{key}: mode auto finds layouts of whole products and even "
+                    "tables (choose semi_auto)"
+                )
 
 
 def preloads(config: ParallelConfig) -> tuple[str, ...]:

@@ -31,7 +31,12 @@ from msrun.parallel.config import (
 from msrun.parallel.notation.mindspore_keys import translate
 from msrun.parallel.notation.rules import check_notation
 from msrun.parallel.settings.section import ConfigSection
-from msrun.parallel.settings.servers import ServerParameters, ServerSnapshots, Staleness
+from msrun.parallel.settings.servers import (
+    ServerCache,
+    ServerParameters,
+    ServerSnapshots,
+    Staleness,
+)
 from msrun.parallel.settings.steps import Checkpoint, Compile, Verify
 from msrun.units import quoted
 
@@ -40,7 +45,6 @@ _REFUSED = {
     "alltoall": "the search picks all-to-all itself where it is cheaper",
     "copies": "multiple-copy parallel is not part of this version",
     "cost": "costs come from the topology (a preset, or a file of msrun calibrate)",
-    "data": "arguments of rt.loader(dataset, batch_size) divide batches",
     "place": "heterogeneous placement is not part of this version",
     "ps": "parameter servers are the key servers",
 }
@@ -216,6 +220,7 @@ _SECTIONS: dict[str, type[ConfigSection]] = {
     "servers": ServerParameters,
     "sync": Staleness,
     "snapshot": ServerSnapshots,
+    "cache": ServerCache,
     "checkpoint": Checkpoint,
     "compile": Compile,
     "verify": Verify,

@@ -158,7 +158,12 @@ class MeshLoader(DataLoader[Any]):
         seed: Seed of the shuffling.
         drop_last: Leave out the last batch if it is not full.
         options: Options of `DataLoader`.
+
+    Attributes:
+        drawn: Passes batches on as they are drawn.
     """
+
+    drawn: Callable[[Iterator[Any]], Iterator[Any]] = staticmethod(iter)
 
     def __init__(
         self,
@@ -202,7 +207,7 @@ class MeshLoader(DataLoader[Any]):
         self._next = self._first
         use = LoaderUse(is_due=self.split.is_uneven, end=self.split.end)
         try:
-            for batch in super().__iter__():
+            for batch in self.drawn(super().__iter__()):
                 beat()
                 use.samples = len(self.split.part(self._next, self._rank))
                 use.value = use.samples * self.split.ranks / self.split.size(self._next)

@@ -51,6 +51,8 @@ from msrun.parallel.config import (
 )
 from msrun.parallel.notation.dims import axes_of_dims, shown_dims
 from msrun.parallel.notation.rules import RuleAxes, batch_free, check_notation
+from msrun.parallel.settings.grids import GRID_AXES
+from msrun.parallel.settings.images import image_axes
 from msrun.units import quoted
 
 # Axes of a plan beside ZeRO: `fully_shard` shards parameters that a plan sharded over at most two.
@@ -73,10 +75,12 @@ class MeshLayout(msgspec.Struct, frozen=True):
     Args:
         axes: Axis name -> size, the slowest-varying first.
         ep: Ranks that share the experts of a module, a divisor of `dp`; 0 without such an axis.
+        images: Axes that divide images.
     """
 
     axes: dict[str, int]
     ep: int = 0
+    images: tuple[str, ...] = ()
 
     @property
     def world_size(self) -> int:
@@ -167,6 +171,7 @@ def resolve(config: ParallelConfig, world_size: int) -> MeshLayout:
     if config.mesh == "auto":
         raise ConfigError(f"{ROOT}.mesh: auto is chosen by rt.shard: call it first")
     layout = _with_experts(config, _fill(config.mesh, world_size))
+    layout = msgspec.structs.replace(layout, images=image_axes(config.data))
     _check_plan_file(config)
     for index, rule in enumerate(rules_of(config)):
         if isinstance(rule, str):
@@ -176,6 +181,7 @@ def resolve(config: ParallelConfig, world_size: int) -> MeshLayout:
     _check_mode(config, layout)
     _check_pipeline(config, layout)
     _check_context(config, layout)
+    _check_images(config, layout)
     _check_optimizer(config, tokens_as_data(config, layout))
     _check_experts(config, layout)
     _check_dropout(config, layout)
@@ -184,20 +190,24 @@ def resolve(config: ParallelConfig, world_size: int) -> MeshLayout:
 
 def plan_axes(layout: MeshLayout) -> tuple[str, ...]:
     """Return the axes that the operator plan may name, in mesh order."""
-    return tuple(name for name in layout.axes if name not in _OTHER_AXES)
+    others = (*_OTHER_AXES, *layout.images)
+    return tuple(name for name in layout.axes if name not in others)
 
 
 def tokens_as_data(config: ParallelConfig, layout: MeshLayout) -> MeshLayout:
     """Return the mesh on which `dp` has the ranks of `cp` too, if a rule divides sequences.
 
-    Ranks with other tokens of a sequence hold the same weights and other terms of the loss, as
-    those with other samples.
+    Ranks with other tokens of a sequence, or parts of an image, hold the same weights, as those
+    with other samples.
     """
-    if context_rule(config) is None or layout.size(CONTEXT_AXIS) == 1:
+    inside = layout.images
+    if context_rule(config) is not None:
+        inside = (*inside, CONTEXT_AXIS)
+    if all(layout.size(name) == 1 for name in inside):
         return layout
     axes: dict[str, int] = {}
     for name, size in layout.axes.items():
-        if name in (DATA_AXIS, CONTEXT_AXIS):
+        if name == DATA_AXIS or name in inside:
             axes[DATA_AXIS] = axes.get(DATA_AXIS, 1) * size
         else:
             axes[name] = size
@@ -302,6 +312,7 @@ def _check_mode(config: ParallelConfig, layout: MeshLayout) -> None:
             f"{ROOT}.mode: data has no axis {next(iter(others))} (choose {DATA_AXIS})"
         )
     named = {axis for rule in rules_of(config) for axis in _axes_of(rule, layout)}
+    named |= set(layout.images)
     if isinstance(config.plan, str):
         named |= set(plan_axes(layout))  # the file is read in rt.shard, with the model
     for name in others:
@@ -362,6 +373,47 @@ def _check_context(config: ParallelConfig, layout: MeshLayout) -> None:
     for other, is_given in others.items():
         if is_given:
             raise ConfigError(f"{other} does not know parts of sequences, of {key}.style: context")
+
+
+def _check_images(config: ParallelConfig, layout: MeshLayout) -> None:
+    """Check the axes that divide images, and what they can be combined with."""
+    names = list(layout.axes)
+    for value, dims in config.data.items():
+        for axis in dims:
+            if isinstance(axis, str) and axis not in (*names, DATA_AXIS):
+                raise ConfigError(
+                    f"{ROOT}.data.{value}: axis {axis!r} is not in mesh ({', '.join(names)})"
+                )
+        if dims[0] is None and layout.size(DATA_AXIS) > 1:
+            raise ConfigError(
+                f"{ROOT}.data.{value}: dim 0 has the samples, which {DATA_AXIS} divides (write "
+                f"{DATA_AXIS} for null)"
+            )
+    if all(layout.size(axis) == 1 for axis in layout.images):
+        return
+    inside = [name for name in names if name == DATA_AXIS or name in layout.images]
+    first = names.index(inside[0])
+    if names[first : first + len(inside)] != inside or DATA_AXIS in inside[1:]:
+        raise ConfigError(
+            f"{ROOT}.mesh: axes that divide images follow {DATA_AXIS}, and ({', '.join(names)}) "
+            "is another order"
+        )
+    others = {
+        f"{ROOT}.plan": bool(config.plan),
+        f"{ROOT}.pipeline": config.pipeline is not None,
+        f"{ROOT}.mode: {config.mode}": config.mode in _FREE,
+        f"{ROOT}.dropout: exact": config.dropout == "exact",
+        f"{ROOT}.verify": bool(config.verify),
+        f"{ROOT}.reduce.op: sum": config.reduce.op == "sum",
+        f"{ROOT}.reduce.exclude": bool(config.reduce.exclude),
+        f"{ROOT}.servers": config.servers is not None,
+    }
+    for other, is_given in others.items():
+        if is_given:
+            raise ConfigError(
+                f"{other} does not know parts of images, of {ROOT}.data over "
+                f"{', '.join(layout.images)}"
+            )
 
 
 def _check_optimizer(config: ParallelConfig, layout: MeshLayout) -> None:
@@ -476,10 +528,23 @@ def _check_rule(rule: PlanRule, layout: MeshLayout, where: str) -> None:
     for key, dims in (("in", rule.inputs), ("out", rule.out)):
         if dims is not None:
             batch_free(dims, f"{where}.{key}")
+    _check_rows(rule, layout, where)
+
+
+def _check_rows(rule: PlanRule, layout: MeshLayout, where: str) -> None:
+    """Refuse runs of rows that are not one for each rank; one rank alone has all."""
+    if rule.rows is None:
+        return
+    axis, rows = style_axis(rule, layout), rule.rows
+    if len(rows) != layout.size(axis) > 1:
+        raise ConfigError(
+            f"{where}.rows: {rows} has {len(rows)} numbers, and {axis} has {layout.size(axis)} "
+            "ranks (choose one number for each rank)"
+        )
 
 
 def style_axis(rule: PlanRule, layout: MeshLayout) -> str:
-    """Return the mesh axis of a rule with a style.
+    """Return the mesh axis of a rule with a style or with rows.
 
     Raises:
         ConfigError: The rule names no axis, and the mesh does not have exactly one to choose.
@@ -491,8 +556,9 @@ def style_axis(rule: PlanRule, layout: MeshLayout) -> str:
     choices = plan_axes(layout)
     if len(choices) == 1:
         return choices[0]
+    what = f"style {rule.style}" if rule.style else "rows"
     raise ConfigError(
-        f"{ROOT}.plan: style {rule.style} of {rule.match!r} needs an axis "
+        f"{ROOT}.plan: {what} of {rule.match!r} needs an axis "
         f"(choose {', '.join(choices) or 'one in the mesh besides dp and pp'})"
     )
 
@@ -527,7 +593,9 @@ def _named(rule: PlanRule, layout: MeshLayout) -> Iterator[tuple[str, list[str]]
     """Yield each key of `rule` that names axes, with its axes in order."""
     if rule.style == "context":
         yield "axis", [CONTEXT_AXIS]
-    elif rule.style:
+    elif rule.style in GRID_AXES:
+        yield "axes", rule.axes
+    elif rule.style or rule.rows is not None:
         yield "axis", [style_axis(rule, layout)]
     for name, dims in rule.params.items():
         yield f"params.{name}", _flat(dims)

@@ -25,6 +25,23 @@ def is_sharded(tensor: Tensor) -> TypeGuard[DTensor]:
     return module is not None and isinstance(tensor, module.DTensor)
 
 
+def has_parts(tensor: Tensor) -> bool:
+    """Return whether ranks have a part of an image each that `tensor` is of, of all its channels.
+
+    A tensor with few rows is whole on each rank, and has none.
+    """
+    module = sys.modules.get("msrun.parallel.images.image_tensor")
+    if module is None or not isinstance(tensor, module.ImageTensor):
+        return False
+    return bool(tensor.is_in_parts)
+
+
+def on_parts(image: Tensor, change: Callable[[Tensor], Tensor]) -> Tensor:
+    """Return an image whose part is what `change` returns for that of `image`."""
+    result: Tensor = image.like(change(image.local))  # type: ignore[attr-defined]
+    return result
+
+
 def local_part(tensor: Tensor) -> Tensor:
     """Return this rank's part of `tensor`, without a copy; all of it if it is a plain tensor."""
     return tensor.to_local() if is_sharded(tensor) else tensor

@@ -155,8 +155,11 @@ class Rank:
         configured = resolve(config, self.world_size)
         mesh = _device_mesh(self.device, configured.axes)
         layout = tokens_as_data(config, configured)
-        sequence = None
-        if layout is not configured:
+        sequence, images = None, None
+        if layout is not configured and configured.images:
+            images = ImageRanks(layout=configured, mesh=mesh)
+            mesh = _device_mesh(self.device, layout.axes)
+        elif layout is not configured:
             sequence = SequenceRanks(
                 layout=configured,
                 mesh=mesh,
@@ -165,8 +168,9 @@ class Rank:
             )
             mesh = _device_mesh(self.device, layout.axes)
         axes = root_axes(config, layout)
-        # Exact dropout and searched plans compute with one random stream on all ranks.
-        is_common = config.dropout == "exact" or config.mode == "auto"
+        # Exact dropout and searched plans compute with one random stream on all ranks, unless the
+        # runtime is to run the plan.
+        is_common = config.dropout == "exact" or (config.mode == "auto" and not config.decided)
         return RankContext(
             rank=self.rank,
             world_size=self.world_size,
@@ -175,8 +179,9 @@ class Rank:
             layout=layout,
             mesh=mesh,
             root_mesh=mesh if axes == layout.axes else _device_mesh(self.device, axes),
-            stream=0 if is_common else layout.stream(self.rank),
+            stream=0 if is_common else (configured if images else layout).stream(self.rank),
             sequence=sequence,
+            images=images,
         )
 
     def print(self, text: str) -> None:
@@ -221,6 +226,21 @@ class SequenceRanks:
 
 
 @dataclass(frozen=True, slots=True, kw_only=True, eq=False)
+class ImageRanks:
+    """The ranks that share each image, which the runtime counts as data-parallel ranks.
+
+    They have equal samples, losses and random numbers.
+
+    Attributes:
+        layout: The mesh as it is configured.
+        mesh: That mesh with its process groups.
+    """
+
+    layout: MeshLayout
+    mesh: DeviceMesh
+
+
+@dataclass(frozen=True, slots=True, kw_only=True, eq=False)
 class RankContext(Rank):
     """One rank on its mesh, as `Rank.place` makes it.
 
@@ -232,6 +252,7 @@ class RankContext(Rank):
         stream: Number of this rank's random stream.  Stream 0 continues the numbers of rank 0, as
             one process would.
         sequence: Ranks of the axis `cp`, which `dp` of `layout` and `mesh` contains; None without.
+        images: The mesh on which axes divide images, whose ranks `dp` contains; None without.
     """
 
     layout: MeshLayout
@@ -239,13 +260,23 @@ class RankContext(Rank):
     root_mesh: DeviceMesh
     stream: int
     sequence: SequenceRanks | None = None
+    images: ImageRanks | None = None
 
     @property
     def configured(self) -> RankContext:
         """The same rank on the mesh as it is configured, on which `dp` divides samples alone."""
-        if self.sequence is None:
+        inside = self.sequence or self.images
+        if inside is None:
             return self
-        return replace(self, layout=self.sequence.layout, mesh=self.sequence.mesh, sequence=None)
+        return replace(self, layout=inside.layout, mesh=inside.mesh, sequence=None, images=None)
+
+    @property
+    def of_samples(self) -> RankContext:
+        """The same rank on a mesh whose `dp` has ranks with other terms of the loss each.
+
+        Ranks that share an image all have its whole loss.
+        """
+        return self.configured if self.images else self
 
     @property
     def coordinate(self) -> dict[str, int]:

@@ -354,7 +354,18 @@ class Runtime:
         """
         from msrun.parallel.data import make_loader
 
-        return make_loader(self.context.configured, dataset, batch_size, **options)
+        loader = make_loader(self.context.configured, dataset, batch_size, **options)
+        servers = self.config.servers
+        if servers and servers.cache and servers.cache.prefetch:
+            from msrun.parallel.servers.caching.ahead import one_ahead
+
+            loader.drawn = functools.partial(one_ahead, self._announce)
+        return loader
+
+    def _announce(self, batch: object, following: object) -> None:
+        """Have the rows of the next batch asked for while this one computes."""
+        if self._remote:
+            self._remote.announce(batch, following)
 
     def step(
         self,

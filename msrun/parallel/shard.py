@@ -54,12 +54,14 @@ from msrun.parallel.sharded_model import (
     refuse_hooks,
 )
 from msrun.parallel.tensor.plan import ModulePlan, ModuleShape, NamedRules, plan_modules
+from msrun.parallel.uneven_rows import rule as rows_rule
 
 # Functions below import `torch.distributed.tensor` only where the configuration needs it: that
 # takes a second, and a rank that was not forked would wait for it.
 if TYPE_CHECKING:
     from msrun.parallel.context.sequences import Sequences
     from msrun.parallel.deferred.fill import Weights
+    from msrun.parallel.images.apply import Images
     from msrun.parallel.tensor.guard import Guard
 
 
@@ -196,6 +198,8 @@ def _shard_by_search(
     state = _make_parallel(applied.context, model, resolved, originals)
     state.dropout_rngs = applied.dropout_rngs
     applied.finish()
+    if applied.context.world_size > 1:
+        split_random_streams(applied.context)
     return Sharded(model, state, applied.context)
 
 
@@ -222,12 +226,15 @@ def _resolve_plan(config: ParallelConfig, context: RankContext, model: nn.Module
 
         excluded |= find(config, context.layout, model, plans)
     _check_experts(plans, excluded)
+    rows_rule.check(config, plans, excluded)
     sparse_embedding.check(config, context.layout, model, plans)
     if config.optimizer.zero and context.layout.size(DATA_AXIS) > 1:
         from msrun.parallel.data_parallel.zero import check_dropped_layers
 
         check_dropped_layers(model)
         small = reductions.small_or_excluded(config, model, excluded)
+        tables = [name for name, plan in plans.items() if plan.rows]
+        small |= {model.get_submodule(name).get_parameter("weight") for name in tables}
         sparse_embedding.check_replicated(model, small)
     return _ResolvedPlan(
         config=config,
@@ -320,8 +327,10 @@ def _make_parallel(
     precision.apply(config, model, context.device)
     snapshot = _snapshot(config, model, zero)
     prepare_copies(config, model, is_zero=zero is not None)
+    if any(plan.rows for plan in resolved.plans.values()):
+        refuse_copies(model, f"{ROOT}.plan: rows")
     if zero:
-        _begin(zero, partial(each, hooks.check, context.batch.check))
+        _begin(context, zero, partial(each, hooks.check, context.batch.check))
     state = ShardedModel(
         model,
         originals.references(),
@@ -350,10 +359,14 @@ def _make_parallel(
     return state
 
 
-def _begin(zero: reductions.Zero, check: Callable[[], None]) -> None:
+def _begin(context: RankContext, zero: reductions.Zero, check: Callable[[], None]) -> None:
     """Prepare a model under optimizer parallel for calls of any part of it, in any order."""
     torch_compat.begin_units(zero.model)
     zero.order.check = check
+    if context.images:
+        from msrun.parallel.images.image_tensor import opened
+
+        torch_compat.open_inputs(zero.model, opened)
 
 
 def _fill(
@@ -379,7 +392,7 @@ def _replicas(
 
 def _computing(
     model: nn.Module,
-    sequences: Sequences | None,
+    sequences: Sequences | Images | None,
     guard: Guard | None,
     zero: reductions.Zero | None,
     level: int,
@@ -445,7 +458,7 @@ def _change_modules(
     plans = {name: plan for name, plan in plans.items() if not plan.is_routed}
     guard = _shard_operators(context, model, plans)
     group = context.group(DATA_AXIS) if is_data_parallel else None
-    norms = batch_norm.synchronize(config, model, group)
+    norms = batch_norm.synchronize(config, model, group, batch_norm.group_of_samples(context))
     # Modes that a recomputation must enter again.  Exact dropout is outside of the guard, so the
     # guard sees sharded tensors first and draws their masks with it.
     inside: list[Context] = [guard.active] if guard else []
@@ -483,8 +496,12 @@ def _share_experts(
 
 def _divide_sequences(
     context: RankContext, config: ParallelConfig, model: nn.Module
-) -> Sequences | None:
-    """Apply style `context`; None without one."""
+) -> Sequences | Images | None:
+    """Apply style `context`, or divide images; None without one."""
+    if context.images:
+        from msrun.parallel.images.apply import divide_images
+
+        return divide_images(config, context, model)
     found = context_rule(config)
     if found is None or context.sequence is None:
         return None
@@ -502,4 +519,11 @@ def _shard_operators(
         return None
     from msrun.parallel.tensor import hooks
 
-    return hooks.apply(model, plans, context.root_mesh[axes])
+    of_tables = {name: plan for name, plan in plans.items() if plan.axis}
+    plans = {name: plan for name, plan in plans.items() if not plan.axis}
+    guard = hooks.apply(model, plans, context.root_mesh[axes])
+    if of_tables:
+        from msrun.parallel.uneven_rows import lookup
+
+        lookup.apply(model, of_tables, context.root_mesh[axes], guard)
+    return guard

@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import contextlib
 from collections.abc import Callable, Collection, Sequence
+from dataclasses import replace
 from functools import partial
 from typing import Any
 
@@ -19,6 +20,7 @@ from torch.nn import Parameter
 from msrun.errors import ModelError, RanksDisagreeError
 from msrun.parallel.config import DATA_AXIS, PIPELINE_AXIS, ROOT, ParallelConfig
 from msrun.parallel.data_parallel.gradients import clip_gradients
+from msrun.parallel.data_parallel.joined_inputs import attached, depends
 from msrun.parallel.layers.precision import LossScale, of_loss
 from msrun.parallel.losses.batch import (
     StepBatch,
@@ -38,6 +40,7 @@ from msrun.parallel.losses.terms import PartLoss
 from msrun.parallel.rank_context import EpochEnd, RankContext
 from msrun.parallel.sharded_model import ShardedModel
 from msrun.parallel.torch_compat import eagerly, is_compiled
+from msrun.parallel.uneven_rows.rows import rows_of
 
 # Takes the output of the model and the target of the batch; returns the loss, see `Runtime.step`.
 LossFunction = Callable[[Any, Any], Any]
@@ -131,9 +134,10 @@ def _gradients(
     scale: float,
 ) -> Tensor:
     """Compute the complete gradients of a batch; return the loss of all ranks."""
-    has_ranks = context.layout.size(DATA_AXIS) > 1
+    samples = context.of_samples
+    has_ranks = samples.layout.size(DATA_AXIS) > 1
     ranks = TallyRanks(
-        group=context.group(DATA_AXIS) if has_ranks else None,
+        group=samples.group(DATA_AXIS) if has_ranks else None,
         weight=context.batch.read(),
         op=config.reduce.op,
         device=context.device,
@@ -187,6 +191,8 @@ def clip(
     pipeline = None
     if context.layout.size(DATA_AXIS) > 1:
         unreduced = dict.fromkeys(sharded.excluded(), context.group(DATA_AXIS))
+    tables = [(param, rows_of(param)) for param in sharded.parameters()]
+    unreduced |= {param: rows.group for param, rows in tables if rows}
     if sharded.is_pipeline:
         counted_elsewhere = sharded.pipeline().borrowed()
         pipeline = context.group(PIPELINE_AXIS)
@@ -243,12 +249,11 @@ def _train(
     dim = sample_dim(batch, known)
     # A rank whose loss needs no gradient may skip its backward pass: the reducer still takes part
     # in the all-reduce.  ZeRO gathers parameters in the backward pass, so there no rank may skip.
-    # So do experts exchange tokens.
+    # So do experts exchange tokens, and ranks that share an image its rows.
     must_join = sharded.order is not None or sharded.exchanges_tokens
-    may_skip = ranks.size > 1 and not must_join
+    may_skip = ranks.size > 1 and not must_join and context.images is None
     looks = looks and _may_look(sharded, tally, len(parts))
-    if looks and len(parts) > 1:
-        tally.may_refuse()
+    absent = 0  # parts whose loss depends on no output
     for index, part in enumerate(parts):
         is_last = index == len(parts) - 1
         with sharded.completed() if is_last else sharded.paused(), sharded.computing():
@@ -257,31 +262,36 @@ def _train(
                 sharded.sequences.begin(part)
             measured = known if dim else samples
             if looks and not index:
-                watch = SampleWatch(
-                    part.target if sharded.has_fixed_shapes else part, measured, dim
-                )
+                seen = part.target if sharded.has_fixed_shapes else part
+                watch = SampleWatch(seen, measured, dim)
                 loss = _watched(sharded, tally, loss_fn, part, watch)
                 if error := watch.read(loss.value, is_cut=len(parts) > 1):
                     tally.refuse(error)
             else:
-                loss = _loss(model, tally, loss_fn, part, measured)
+                is_planned = sharded.has_fixed_shapes
+                loss = _loss(model, tally, loss_fn, part, measured, is_planned=is_planned)
             if must_join:
                 _check_joins(context, sharded, loss.value)
+            absent += not depends(loss.value)
             tally.add(loss, samples)
             if is_last:
+                tally.note_unreached(absent)
                 tally.combine()
             objective = tally.objective(loss, samples)
             if objective.requires_grad or not may_skip:
                 _differentiate(sharded, objective)
-    if not objective.requires_grad and all(param.grad is None for param in sharded.parameters()):
-        raise ModelError("the loss of no rank depends on a parameter that is trained")
+    tally.check_reached(absent)
     return tally
 
 
 def _may_look(sharded: ShardedModel, tally: LossTally, parts: int) -> bool:
+    """Return whether to look for what mixes samples; then `tally` may refuse."""
     # A plan of mode auto has the samples of all ranks, and micro-batches have not.
     has_all = sharded.has_fixed_shapes and parts == 1
-    return not (has_all or tally.is_whole or is_compiled(sharded.model()))
+    looks = not (has_all or tally.is_whole or is_compiled(sharded.model()))
+    if looks and parts > 1:
+        tally.may_refuse()
+    return looks
 
 
 def _differentiate(sharded: ShardedModel, objective: Tensor) -> None:
@@ -318,7 +328,7 @@ def _watched(
         return output
 
     with eagerly(), watch:
-        return _loss(run, tally, loss_fn, part, watch.samples)
+        return _loss(run, tally, loss_fn, part, watch.samples, is_planned=sharded.has_fixed_shapes)
 
 
 def _loss(
@@ -327,15 +337,29 @@ def _loss(
     loss_fn: LossFunction | None,
     part: StepBatch,
     samples: int,
+    *,
+    is_planned: bool = False,
 ) -> PartLoss:
-    """Return the loss of one micro-batch."""
+    """Return the loss of one micro-batch.
+
+    Args:
+        model: What computes the output.
+        tally: Of the step.
+        loss_fn: The loss function.
+        part: The micro-batch.
+        samples: In it.
+        is_planned: Whether ranks run a plan of mode auto together.
+    """
     if loss_fn is None:
         whole = tally.is_whole
         run = partial(model, *part.inputs, **part.named)
         return tally.measure(lambda: own_loss(run(), is_whole=whole), samples)
     output = model(*part.inputs, **part.named)
     data = tensors_in([output, part.target])
-    return tally.measure(partial(loss_fn, output, part.target), samples, data)
+    loss = tally.measure(partial(loss_fn, output, part.target), samples, data)
+    if is_planned:  # its backward pass waits for other ranks
+        return replace(loss, value=attached(loss.value, tensors_in(output)))
+    return loss
 
 
 def _train_pipeline(

@@ -127,6 +127,21 @@ def functional_collective(name: str, x: Tensor, *options: Any, group: dist.Proce
     return result
 
 
+def empty_wrapper(kind: type[Any], shape: Sequence[int], part: Tensor) -> Any:
+    """Return a tensor of the subclass `kind` without memory, with the type and device of `part`.
+
+    Autograd takes it for a leaf, which needs a gradient if `part` does.
+    """
+    make = Tensor._make_wrapper_subclass  # noqa: SLF001
+    return make(kind, shape, dtype=part.dtype, device=part.device, requires_grad=part.requires_grad)
+
+
+def of_subclass() -> AbstractContextManager[None]:
+    """Return a context in which functions take a tensor of a subclass as torch made it."""
+    context: AbstractContextManager[None] = torch._C.DisableTorchFunctionSubclass()  # noqa: SLF001
+    return context
+
+
 def is_active(mode: TorchFunctionMode) -> bool:
     """Return whether functions that are called now pass through `mode`.
 
@@ -135,6 +150,57 @@ def is_active(mode: TorchFunctionMode) -> bool:
     from torch.overrides import _get_current_function_mode_stack
 
     return any(active is mode for active in _get_current_function_mode_stack())
+
+
+def as_plain_tensors() -> AbstractContextManager[None]:
+    """Return a context in which functions take subclasses of tensors as plain tensors."""
+    disabled: AbstractContextManager[None] = torch._C.DisableTorchFunctionSubclass()  # noqa: SLF001
+    return disabled
+
+
+def is_transforming() -> bool:
+    """Return whether torch.func transforms the code that runs."""
+    return torch._C._functorch.peek_interpreter_stack() is not None  # noqa: SLF001
+
+
+@contextmanager
+def transforming_whole(whole: Callable[[Any], Any]) -> Iterator[None]:
+    """Have transforms of torch.func, inside, replace each of their arguments by `whole` of it."""
+    from torch._functorch import apis, eager_transforms
+    from torch.utils import _pytree as pytree
+
+    def wrapped(function: Callable[..., Any]) -> Callable[..., Any]:
+        def call(*args: Any, **kwargs: Any) -> Any:
+            args, kwargs = pytree.tree_map(whole, (args, kwargs))
+            return function(*args, **kwargs)
+
+        return call
+
+    places = [
+        (apis, "vmap_impl"),
+        (eager_transforms, "grad_and_value_impl"),
+        (eager_transforms, "_vjp_with_argnums"),
+        (eager_transforms, "_jvp_with_argnums"),
+    ]
+    before = [getattr(module, name) for module, name in places]
+    for (module, name), function in zip(places, before, strict=True):
+        setattr(module, name, wrapped(function))
+    try:
+        yield
+    finally:
+        for (module, name), function in zip(places, before, strict=True):
+            setattr(module, name, function)
+
+
+def mapped(call: Callable[[Any], Any], tree: Any) -> Any | None:
+    """Return `tree`, of containers, with `call` of each leaf; None if that changes no leaf."""
+    from torch.utils import _pytree as pytree
+
+    leaves, form = pytree.tree_flatten(tree)
+    found = [call(leaf) for leaf in leaves]
+    if all(one is other for one, other in zip(leaves, found, strict=True)):
+        return None
+    return pytree.tree_unflatten(found, form)
 
 
 def reduce_sharded(model: FSDPModule) -> None:
@@ -165,8 +231,12 @@ def watch_units(
     differentiated: Callable[[], None],
     *,
     changed: Callable[[str], None] = lambda _: None,
+    completed: Callable[[list[str], list[str]], None] = lambda *_: None,
 ) -> None:
     """Call back when modules of `fully_shard` in `model` gather or reduce.
+
+    A module that has gradients of some parameters reduces zeros for the others: ranks that have
+    gradients of different ones then send the same.
 
     Args:
         model: The outermost module of `fully_shard`.
@@ -178,6 +248,8 @@ def watch_units(
             torch fails.
         changed: Called with the name of a parameter whose type, or that of its gradient, is
             another one than before the first forward, before torch fails.
+        completed: Called before a module reduces, with the names of its parameters that get zeros
+            and had no gradient before, and of those that have one.
     """
     from torch.distributed.fsdp import FSDPModule, fully_shard
 
@@ -185,7 +257,7 @@ def watch_units(
         if isinstance(module, FSDPModule):
             state: Any = fully_shard.state(module)  # type: ignore[attr-defined]
             for group in state._fsdp_param_groups:  # noqa: SLF001
-                check = partial(_check_gradients, group, sparse, changed)
+                check = partial(_check_gradients, group, sparse, changed, completed)
                 _watch_unit(group, partial(gathered, name), reduced, check, differentiated)
 
 
@@ -230,9 +302,12 @@ def _watch_unit(
 
 
 def _check_gradients(
-    group: Any, sparse: Callable[[str], None], changed: Callable[[str], None]
+    group: Any,
+    sparse: Callable[[str], None],
+    changed: Callable[[str], None],
+    completed: Callable[[list[str], list[str]], None],
 ) -> None:
-    """Call back for each gradient that `group` cannot reduce."""
+    """Call back for each gradient that `group` cannot reduce, and for those that it lacks."""
     for param in filter(_has_gradient, group.fsdp_params):
         gradient, type_of = _gradient(param), param.orig_dtype
         if gradient.is_sparse:
@@ -240,6 +315,19 @@ def _check_gradients(
         types = gradient.dtype, param.sharded_param.dtype
         if types != (param.param_dtype or type_of, type_of):
             changed(param._param_fqn)  # noqa: SLF001
+    having = [p._param_fqn for p in group.fsdp_params if _has_gradient(p)]  # noqa: SLF001
+    if not (group.reduce_grads and having):
+        return
+    lacking = [
+        param
+        for param in group.fsdp_params
+        if hasattr(param, "_unsharded_param")
+        and param.sharded_param.requires_grad
+        and not _has_gradient(param)
+    ]
+    completed([p._param_fqn for p in lacking if p.sharded_param.grad is None], having)  # noqa: SLF001
+    for param in lacking:
+        param.unsharded_param.grad = torch.zeros_like(param.unsharded_param)
 
 
 @contextmanager
@@ -542,6 +630,34 @@ def _watch_joined_inputs(group: Any, watch: Callable[[list[Tensor]], Sequence[Te
         for at, value in zip(joined, watch([values[at] for at in joined]), strict=True):
             values[at] = value
         return tree_unflatten(values, structure)
+
+    group._register_post_backward_hook = registered  # noqa: SLF001
+
+
+def open_inputs(
+    model: FSDPModule, opened: Callable[[Any], tuple[Any, Callable[[Any], Any]]]
+) -> None:
+    """Have modules of `fully_shard` in `model` pass through autograd what `opened` returns.
+
+    Args:
+        model: The outermost module of `fully_shard`.
+        opened: Returns its argument without wrappers, and a function that puts them back.
+    """
+    from torch.distributed.fsdp import FSDPModule, fully_shard
+
+    for module in model.modules():  # type: ignore[attr-defined]  # it is both
+        if isinstance(module, FSDPModule):
+            state: Any = fully_shard.state(module)  # type: ignore[attr-defined]
+            for group in state._fsdp_param_groups:  # noqa: SLF001
+                _open_inputs(group, opened)
+
+
+def _open_inputs(group: Any, opened: Callable[[Any], tuple[Any, Callable[[Any], Any]]]) -> None:
+    register = group._register_post_backward_hook  # noqa: SLF001
+
+    def registered(args: Any, kwargs: Any) -> Any:
+        values, close = opened((args, kwargs))
+        return close(register(*values))
 
     group._register_post_backward_hook = registered  # noqa: SLF001
 

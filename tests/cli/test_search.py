@@ -93,7 +93,8 @@ tinynet.py:one: the model has no three equal blocks in a row, which a search for
 mesh needs
   hint: name a mesh without stages, such as --mesh dp=4,tp=2"""
 NO_MODE = """\
---mode best is not known (choose exact, dynamic_programming, recursive, recursive_programming)"""
+--mode best is not known (choose exact, dynamic_programming, recursive, recursive_programming, \
+propagation, sharding_propagation)"""
 
 CPU = ("--world", "4", "--topology", "cpu")
 
@@ -177,6 +178,20 @@ def test_plans_are_written_and_compared(capsys, here):
     assert "  layers.0.weight  S(0)         S(0) x S(0)" in lines
 
 
+@pytest.mark.parametrize("mode", ["exact", "propagation"])
+def test_rules_of_a_file_are_kept(capsys, here, mode):
+    (here / "rules.yaml").write_text(
+        "- {match: layers.1, style: rowwise}\n- {match: layers.2, out: [null, null]}\n"
+    )
+    base = ("tinynet.py:make", *CPU, "--json", "--mesh", "dp=2,tp=2")
+    best = json.loads(search(capsys, *base)[1])
+    found = json.loads(search(capsys, *base, "--mode", mode, "--rules", "rules.yaml")[1])
+    assert found["params"]["layers.1.weight"][1] == "S(1)"
+    assert best["seconds"] <= found["seconds"] * (1 + 1e-12)
+    handed = [one["outs"] for one in found["operators"].values() if one["module"] == "layers.2"]
+    assert handed
+
+
 def test_a_plan_is_drawn(capsys, here):
     words = ("tinynet.py:make", *CPU, "--mesh", "tp=4", "--plot", "plan.svg", "-o", "plan.json")
     assert search(capsys, *words)[0] == 0
@@ -244,6 +259,18 @@ def test_a_file_describes_the_cluster(capsys, here):
             "--batch 3 has no 2 or more equal micro-batches that axis dp divides",
         ),
         (("tinynet.py:make", *CPU, "--mode", "recursive"), "--mode recursive needs --mesh"),
+        (
+            ("tinynet.py:make", *CPU, "--mesh", "dp=4", "--mode", "propagation"),
+            "--mode propagation needs --rules, from which layouts spread",
+        ),
+        (
+            ("tinynet.py:make", *CPU, "--rules", "rules.yaml"),
+            "--rules needs --mesh, whose axes the rules name",
+        ),
+        (
+            ("tinynet.py:make", *CPU, "--mesh", "dp=4", "--rules", "none.yaml"),
+            "none.yaml cannot be read: No such file or directory",
+        ),
         (
             ("tinynet.py:make", *CPU, "--mode", "best"),
             NO_MODE,

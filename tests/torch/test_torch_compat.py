@@ -24,11 +24,13 @@ from torch.utils.checkpoint import checkpoint
 
 from msrun.parallel.torch_compat import (
     after_backward,
+    as_plain_tensors,
     begin_units,
     checkpointed,
     compiled_again,
     dispatching,
     eagerly,
+    empty_wrapper,
     functional_collective,
     gathered_with_gradient,
     gradient_hooks,
@@ -44,10 +46,14 @@ from msrun.parallel.torch_compat import (
     is_in_backward,
     is_of_compiler,
     is_step_of_scheduler,
+    is_transforming,
     join_axes,
     joined,
+    mapped,
     move_shards_by_all_to_all,
     note_step,
+    of_subclass,
+    open_inputs,
     parameters_replaced,
     parts_before,
     parts_with_parameters,
@@ -61,6 +67,7 @@ from msrun.parallel.torch_compat import (
     strided_shard,
     takes_device,
     tensors_in,
+    transforming_whole,
     viewed,
     watch_joined_inputs,
     watch_units,
@@ -99,6 +106,59 @@ def test_after_backward_counts_for_one_backward():
     assert seen == [1]
     with pytest.raises(RuntimeError):
         after_backward(seen.clear)
+
+
+def test_leaves_of_containers_are_replaced():
+    tree = {"a": [1, (2, None)]}
+
+    assert mapped(lambda leaf: 3 if leaf == 2 else leaf, tree) == {"a": [1, (3, None)]}
+    assert mapped(lambda leaf: leaf, tree) is None
+
+
+@pytest.mark.filterwarnings("ignore:.torch.jit.script. is deprecated")  # jvp of torch loads it
+def test_transforms_of_functions_are_seen_and_get_other_arguments():
+    inside = []
+
+    def double(x):
+        inside.append(is_transforming())
+        return (x * 2).sum()
+
+    def whole(value):
+        return value + 1 if isinstance(value, torch.Tensor) else value
+
+    x = torch.ones(2)
+    transforms = (
+        lambda: torch.vmap(double)(x[None])[0],
+        lambda: torch.func.grad_and_value(double)(x)[1],
+        lambda: torch.func.grad(lambda y: double(y) ** 2)(x).sum() / 8,
+        lambda: torch.func.vjp(double, x)[0],
+        lambda: torch.func.jvp(double, (x,), (x,))[0],
+        lambda: torch.func.jacrev(lambda y: double(y) ** 2)(x).sum() / 8,
+    )
+    before = [call().item() for call in transforms]
+    with transforming_whole(whole):
+        during = [call().item() for call in transforms]
+
+    assert not is_transforming()
+    assert all(inside)
+    assert before == [4.0] * 6
+    assert during == [8.0] * 6
+    assert [call().item() for call in transforms] == before
+
+
+def test_functions_take_subclasses_as_plain_tensors_inside():
+    class Refusing(nn.Parameter):
+        @classmethod
+        def __torch_function__(cls, *_):
+            raise TypeError("refused")
+
+    x = Refusing(torch.ones(2))
+    with pytest.raises(TypeError):
+        torch.add(x, x)
+    with as_plain_tensors():
+        y = x + x
+
+    assert type(y) is torch.Tensor
 
 
 def test_a_mode_is_active_inside_it_and_not_in_a_backward():
@@ -510,6 +570,45 @@ def parts_of_units():
 
 def test_parts_of_units_are_known_and_may_be_called_first():
     assert run_ranks(parts_of_units, 2) == [(True, False, True)] * 2
+
+
+def opened_inputs():
+    mesh = init_device_mesh("cpu", (2,))
+    network = _Pair()
+    fully_shard(network, mesh=mesh)
+    seen = []
+
+    def opened(value):
+        (args, kwargs) = value
+        seen.append([type(x) for x in args])
+        return (tuple(x + 1 for x in args), kwargs), lambda result: result
+
+    open_inputs(network, opened)
+    one, two = (torch.ones(2, requires_grad=True) for _ in range(2))
+    network(one, two)[1].sum().backward()
+    return seen, two.grad.tolist()
+
+
+def test_inputs_of_units_are_opened():
+    assert run_ranks(opened_inputs, 2) == [([[torch.Tensor] * 2], [2.0, 2.0])] * 2
+
+
+class _Wrapper(torch.Tensor):
+    @classmethod
+    def __torch_function__(cls, func, types, args=(), kwargs=None):
+        return "seen"
+
+    @classmethod
+    def __torch_dispatch__(cls, func, types, args=(), kwargs=None):
+        return "seen"
+
+
+def test_a_wrapper_has_no_memory_and_says_what_it_was_made_of():
+    wrapper = empty_wrapper(_Wrapper, (4, 6), torch.ones(2, requires_grad=True))
+    assert wrapper.shape == "seen"
+    with of_subclass():
+        assert (wrapper.shape, wrapper.dtype) == ((4, 6), torch.float32)
+        assert (wrapper.is_leaf, wrapper.requires_grad) == (True, True)
 
 
 def test_write_count_is_that_of_all_views():

@@ -85,7 +85,12 @@ def _params() -> tuple[click.Parameter, ...]:
             default="exact",
             show_default=True,
             metavar="MODE",
-            help="exact, or with --mesh recursive: two axes at a time.",
+            help="exact, or with --mesh recursive: two axes at a time, or propagation.",
+        ),
+        click.Option(
+            ["--rules"],
+            metavar="FILE",
+            help="With --mesh: YAML file with rules as of `plan`, which the plan keeps.",
         ),
         click.Option(
             ["--budget"],
@@ -149,14 +154,16 @@ def _search(given: Mapping[str, Any]) -> SavedPlan:
     from msrun.parallel.search.solve.modes import MODES
     from msrun.transport.loop import Loop
 
-    # Propagation starts from the placements of a configuration, which no option gives.
-    modes = {name: mode for name, mode in MODES.items() if mode != "propagation"}
-    mode = modes.get(given["mode"])
+    mode = MODES.get(given["mode"])
     if mode is None:
-        raise UsageError(f"--mode {given['mode']} is not known (choose {', '.join(modes)})")
+        raise UsageError(f"--mode {given['mode']} is not known (choose {', '.join(MODES)})")
     mesh = _mesh(given["mesh"])
     if mode != "exact" and not mesh:
         raise UsageError(f"--mode {given['mode']} needs --mesh")
+    if given["rules"] and not mesh:
+        raise UsageError("--rules needs --mesh, whose axes the rules name")
+    if mode == "propagation" and not given["rules"]:
+        raise UsageError(f"--mode {given['mode']} needs --rules, from which layouts spread")
     budget = parse_duration(given["budget"])
     # By name, since nothing outside `msrun.parallel` may need torch.
     module = importlib.import_module("msrun.parallel.auto.offline_search")
@@ -169,6 +176,7 @@ def _search(given: Mapping[str, Any]) -> SavedPlan:
         mesh=mesh,
         mode=mode,
         budget=budget,
+        rules=given["rules"],
     )
     clock: Callable[[], float] = Loop.now
     plan: SavedPlan = module.search_model(request, clock=clock, report=say)

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import contextlib
+import functools
 import time
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from functools import partial
@@ -15,6 +16,13 @@ import torch.distributed as dist
 from torch import nn
 
 from msrun.errors import ConfigError, ModelError, UsageError
+from msrun.parallel.auto.decided import (
+    RuntimePlans,
+    decided,
+    recomputes_blocks,
+    sharded_from,
+    with_decisions,
+)
 from msrun.parallel.auto.dropout_rng import DropoutRng
 from msrun.parallel.auto.executable import TracedBehaviour, check_outputs
 from msrun.parallel.auto.execute import Executor
@@ -24,17 +32,16 @@ from msrun.parallel.auto.pipeline_executor import PlannedModel, slices
 from msrun.parallel.auto.tracing.calls import by_position
 from msrun.parallel.auto.tracing.structure import leaf_tensors
 from msrun.parallel.auto.tracing.trace import Traced, trace
-from msrun.parallel.config import DATA_AXIS, PIPELINE_AXIS, ROOT, Dim, ParallelConfig, PlanRule
+from msrun.parallel.auto.wishes import pins_of
+from msrun.parallel.config import DATA_AXIS, PIPELINE_AXIS, ROOT, ParallelConfig
 from msrun.parallel.foreach.global_hooks import check_global_hooks
-from msrun.parallel.layout import rules_of
 from msrun.parallel.losses.batch import Sample, read_batch
 from msrun.parallel.losses.sample_dims import Known
 from msrun.parallel.pipeline.chunks import Chunks, check_microbatches, read_chunks
 from msrun.parallel.pipeline.ranks import PipelineRanks
 from msrun.parallel.rank_context import Rank, RankContext, placed
 from msrun.parallel.search.cost.topology import Topology, find_topology
-from msrun.parallel.search.graph.axis_placement import RR
-from msrun.parallel.search.graph.program import Program, ProgramByBatch
+from msrun.parallel.search.graph.program import ProgramByBatch
 from msrun.parallel.search.graph.repeat import find_blocks
 from msrun.parallel.search.graph.rules import ShardingRule
 from msrun.parallel.search.graph.unsupported_ops import check
@@ -42,16 +49,14 @@ from msrun.parallel.search.mesh.schedules import paces, rounds
 from msrun.parallel.search.mesh.stage_search import search_stages
 from msrun.parallel.search.mesh.stages import cut_between_blocks, divide
 from msrun.parallel.search.mesh_choice import MeshRequest, choose_mesh
-from msrun.parallel.search.plan.lowering import EXECUTOR, Lowering, Planned, lower
+from msrun.parallel.search.plan.lowering import EXECUTOR, Lowering
 from msrun.parallel.search.plan.plan import SavedPlan, read_plan
 from msrun.parallel.search.plan.plan_io import check_fit, check_model, choices_of
 from msrun.parallel.search.solve.build import Pin, build
 from msrun.parallel.search.solve.memory import OutOfMemoryError
 from msrun.parallel.search.solve.modes import MODES, search
-from msrun.parallel.search.solve.problem import Setting, layout_nodes
+from msrun.parallel.search.solve.problem import Setting
 from msrun.parallel.search.solve.uses import Uses
-from msrun.parallel.tensor.describe import describe_modules
-from msrun.parallel.tensor.plan import plan_modules
 
 _PRESETS = {"cuda": "a100", "npu": "ascend910", "cpu": "cpu"}
 _ERRORS = {kind.__name__: kind for kind in (ConfigError, ModelError)}
@@ -195,15 +200,21 @@ def _find_plan(
     setting = _setting(config, context, batch, chunks, answer.microbatches)
     whole = resized(sample, setting.batch)
     traced = trace(model, whole)
+    setting = with_decisions(config, setting, traced.program, model)
     answer = _completed(config, context, model, traced, setting=setting, answer=answer)
-    problem = build(traced.program, setting, cuts=layout_nodes(answer.chosen))
-    rules = traced.rules | {node.name: node.rule for node in problem.nodes}
-    lowering, behaviour = None, None
+    behaviour = None
     part = resized(sample, setting.batch // context.layout.size(DATA_AXIS))
+    local = functools.cache(lambda: trace(model, part).program)
+    plans = RuntimePlans(config, tuple(_axes(context)), traced, setting, local)
+    lowering = None
     if chunks.count == 1 and not answer.recompute:
         check(traced.program)
-        planned = Planned(traced.program, setting, tuple(_axes(context)), rules, answer.chosen)
-        lowering = lower(planned, traced.modules, lambda: trace(model, part).program)
+        lowering = plans.lowering(answer.chosen)
+    if lowering is None and decided(config):
+        pins = partial(pins_of, config, context.layout, model, traced.program)
+        answer = _agreed(partial(_search_runtime, plans, answer, pins), context)
+        lowering = plans.lowering(answer.chosen)
+    rules = plans.rules(answer.chosen)
     if lowering is None:
         if context.layout.size(DATA_AXIS) > 1:
             check_outputs(model, traced, setting.batch, lambda: trace(model, part))
@@ -211,6 +222,15 @@ def _find_plan(
             model, traced, whole, forwards=answer.microbatches, stages=chunks.count
         )
     return _Plan(context, chunks, setting, traced, answer, rules, lowering, behaviour)
+
+
+def _search_runtime(
+    plans: RuntimePlans, answer: PlanBroadcast, pins: Callable[[], Sequence[Pin]]
+) -> PlanBroadcast:
+    """Return the fastest plan that the runtime executes, with what the user has decided."""
+    with _told_memory():
+        plan = plans.search(pins)
+    return msgspec.structs.replace(answer, chosen=plan.chosen, recompute=False)
 
 
 @contextlib.contextmanager
@@ -334,6 +354,9 @@ def _choose_mesh(
             MeshRequest(
                 programs=ProgramByBatch(small.program, large.program, SIZES),
                 is_whole=bool(small.of_whole_batch),
+                is_decided=decided(config) is not None,
+                sharded_from=sharded_from(config.optimizer),
+                recompute=recomputes_blocks(config, small.program, model),
                 topology=_topology(config, rank),
                 world=rank.world_size,
                 batch=batch,
@@ -351,7 +374,7 @@ def _choose_mesh(
     return PlanBroadcast(
         mesh=best.mesh,
         microbatches=best.microbatches,
-        recompute=best.recompute,
+        recompute=best.recompute and decided(config) is None,
         chosen=best.chosen,
     )
 
@@ -388,7 +411,7 @@ def _completed(
     """Return `answer` with the strategy of every node, and the first step of every chunk."""
     program, chunks = traced.program, _chunks(config, context, answer.microbatches)
     if answer.plan is None and not answer.chosen:
-        pins = _pins(config, context, model, program)
+        pins = pins_of(config, context.layout, model, program)
         searched = _agreed(partial(_search, config, traced, setting, chunks, pins), context)
         return msgspec.structs.replace(answer, chosen=searched.chosen, starts=searched.starts)
     chosen, key = answer.chosen, f"{ROOT}.mesh.{PIPELINE_AXIS}"
@@ -471,29 +494,3 @@ def _seed(rank: Rank) -> int:
     if rank.world_size > 1:
         dist.broadcast(seed, src=0)
     return int(seed)
-
-
-def _pins(
-    config: ParallelConfig, context: RankContext, model: nn.Module, program: Program
-) -> list[Pin]:
-    """Return the rules of the configuration as pins: parameters whose sharding is given."""
-    if not config.plan:
-        return []
-    rules = [rule for rule in rules_of(config) if isinstance(rule, PlanRule)]  # names are refused
-    plans = plan_modules(rules, context.layout, describe_modules(model))
-    values = {full: value for value, full in program.params.items()}
-    axes = {name: at for at, name in enumerate(_axes(context)) if name != DATA_AXIS}
-    pins = []
-    for module, plan in plans.items():
-        for param, dims in plan.params.items():
-            full = f"{module}.{param}" if module else param
-            if full in values:
-                codes = dict.fromkeys(axes.values(), RR)
-                for dim, entry in enumerate(dims):
-                    codes |= {axes[axis]: dim for axis in _named(entry)}
-                pins.append(Pin(node=values[full], codes=codes, key=f"{plan.key}.params.{param}"))
-    return pins
-
-
-def _named(entry: Dim) -> list[str]:
-    return [entry] if isinstance(entry, str) else entry or []

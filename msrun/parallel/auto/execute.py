@@ -36,6 +36,7 @@ from msrun.errors import ModelError
 from msrun.parallel.auto.batch_norms import BatchNorms
 from msrun.parallel.auto.dropout_rng import DropoutRng
 from msrun.parallel.auto.executable import TracedBehaviour
+from msrun.parallel.auto.joined_outputs import JoinedOutputs
 from msrun.parallel.auto.native import loss_sum
 from msrun.parallel.auto.redistribute import (
     Redistributor,
@@ -45,6 +46,7 @@ from msrun.parallel.auto.redistribute import (
 from msrun.parallel.auto.tracing.modes import StepMode
 from msrun.parallel.auto.tracing.trace import Evaluation, Traced
 from msrun.parallel.local import replace_parameter
+from msrun.parallel.losses.batch import tensors_in
 from msrun.parallel.search.graph.axis_placement import (
     PARTIAL,
     REPLICATED,
@@ -86,6 +88,7 @@ class Executor:
 
     Attributes:
         dropout_rng: The masks of dropout.
+        join: Makes outputs those of one step of autograd.
     """
 
     def __init__(
@@ -116,6 +119,7 @@ class Executor:
         modes = {step.name: traced.mode(step.name) for step in self._program.steps}
         self._modes = {name: mode for name, mode in modes.items() if mode != StepMode()}
         self._stored: dict[str, Row] = {}
+        self.join = JoinedOutputs(model).join
         self._divide()
 
     # Parameters.
@@ -128,10 +132,9 @@ class Executor:
             if value not in self._part.params:
                 continue
             param = owners[full]
-            row = self._chosen.get(value)
             codes = [RR] * self._mesh.ndim
-            if row is not None:
-                codes = [self._rules[value].choices[at].outs[0] for at in row]
+            if value in self._chosen:
+                codes = [choice.outs[0] for choice in self._choices(value)]
             self._stored[value] = stored = tuple(self._stored_codes(codes, tuple(param.shape)))
             if isinstance(param, DTensor):
                 continue  # another chunk of this stage has it too
@@ -190,7 +193,7 @@ class Executor:
         if part.sent is not None:
             return tuple(values[name] for name in part.sent)
         outputs = [self._output(at, name, values) for at, name in enumerate(self._program.outputs)]
-        return self._traced.rebuild(outputs)
+        return self._traced.rebuild(self.join(outputs))
 
     def _write_buffers(self, values: Mapping[str, Tensor]) -> None:
         """Give buffers what the forward leaves in them."""
@@ -299,10 +302,8 @@ class Executor:
         """Return a value, or a view of one, in the layout that a consumer wants."""
         base, view = self._uses.base_of(name)
         if base in self._uses.constants:
-            layout = value_placement(self._uses.layouts[name][0]).tolist()
-            return self._redistributor.redistribute(
-                values[name], layout, value_placement(np.array(wanted)).tolist()
-            )
+            layout = _placements(self._uses.layouts[name][0])
+            return self._redistributor.redistribute(values[name], layout, _placements(wanted))
         at_base, at_view = base_codes(self._setting.sizes, np.array([wanted]), view)
         codes: Row = tuple(at_base[0].tolist())
         x = self._exchange(values[base], self.layout_of(base), codes)
@@ -380,9 +381,7 @@ class Executor:
                 passed = {source for source, _ in view.dims.values()}
                 at = tuple(c if c in passed or c >= SHARD_CODES else RR for c in layout)
                 ins[-1] = self._redistributor.redistribute(
-                    values[name],
-                    value_placement(np.array(layout)).tolist(),
-                    value_placement(np.array(at)).tolist(),
+                    values[name], _placements(layout), _placements(at)
                 )
         if view is not None and is_reshape(step):
             layout = tuple(uses.layouts[step.outputs[0]][0].tolist())
@@ -406,13 +405,11 @@ class Executor:
         if packet in _SIZED and choices:
             outs = tuple(choice.outs[0] for choice in choices)
             args[1] = list(self.local_shape(step.outputs[0], outs))
-        grouped = [axis for axis, choice in enumerate(choices) if choice.name == "g"]
-        if grouped:
+        if grouped := [axis for axis, choice in enumerate(choices) if choice.name == "g"]:
             args[-1] //= math.prod(self._setting.sizes[axis] for axis in grouped)
         with self._mode(step):
             result: Any = target(*args, **kwargs)
-        outputs = list(result) if isinstance(result, tuple | list) else [result]
-        return [x for x in outputs if isinstance(x, Tensor)][: len(step.outputs)]
+        return tensors_in(result)[: len(step.outputs)]
 
     def ranks_of(self, choices: Sequence[Choice]) -> int:
         """Return the number of ranks over which a step's outputs are partial sums."""
@@ -450,8 +447,7 @@ class Executor:
     def average(self, step: Step, choices: Sequence[Choice], ins: Sequence[Tensor]) -> Tensor:
         """Return this rank's share of a mean over all."""
         mean = self._call(step, ins, choices)[0]
-        is_mean = step.attrs.get("reduction", 1) == 1
-        return mean / self.ranks_of(choices) if is_mean else mean
+        return mean / self.ranks_of(choices) if step.attrs.get("reduction", 1) == 1 else mean
 
     def cross_entropy(self, step: Step, choices: Sequence[Choice], ins: Sequence[Tensor]) -> Tensor:
         """Return this rank's share of the loss; the mean is over the targets that count."""
@@ -482,11 +478,15 @@ class Executor:
         """Apply dropout to a shard in the layout `codes`, with the mask of the full tensor."""
         if not self._model.training:
             return x
-        placements = value_placement(np.array(codes)).tolist()
         keep = 1 - float(step.attrs.get("p", 0.5))
-        mask = self.dropout_rng.mask(step, keep)
-        shard = self._redistributor.redistribute(mask, [REPLICATED] * len(codes), placements)
+        mask, whole = self.dropout_rng.mask(step, keep), [REPLICATED] * len(codes)
+        shard = self._redistributor.redistribute(mask, whole, _placements(codes))
         return x * shard.to(x).div(keep)
+
+
+def _placements(codes: IntArray | Row) -> list[int]:
+    found: list[int] = value_placement(np.array(codes)).tolist()
+    return found
 
 
 _SIZED = frozenset(("expand", "broadcast_to"))

@@ -18,6 +18,7 @@ from torch import Tensor, nn
 from msrun.errors import ModelError, UsageError
 from msrun.parallel.auto.tracing.structure import leaf_tensors, mapped
 from msrun.parallel.auto.tracing.trace import Traced, trace
+from msrun.parallel.auto.wishes import pins_of_file
 from msrun.parallel.config import DATA_AXIS, PIPELINE_AXIS
 from msrun.parallel.search.cost.topology import Topology
 from msrun.parallel.search.graph.operators import rules_of_steps
@@ -50,7 +51,7 @@ from msrun.parallel.search.solve.modes import (
     indices,
     search,
 )
-from msrun.parallel.search.solve.problem import Setting, layout_nodes
+from msrun.parallel.search.solve.problem import Setting, layout_node, layout_nodes
 from msrun.units import quoted
 
 # Batches of two sizes show what grows with them.
@@ -70,6 +71,7 @@ class SearchRequest(msgspec.Struct, frozen=True, kw_only=True):
         mesh: Axis -> size, in order; empty to find it too.
         mode: How plans are searched.
         budget: Seconds after which the best so far is taken, if there is one.
+        rules: YAML file with the rules that a plan keeps; None has none.
     """
 
     target: str
@@ -80,6 +82,7 @@ class SearchRequest(msgspec.Struct, frozen=True, kw_only=True):
     mesh: dict[str, int] = {}
     mode: Mode = "exact"
     budget: float = 30.0
+    rules: str | None = None
 
 
 class _Traced(NamedTuple):
@@ -315,6 +318,8 @@ def _check_mesh(request: SearchRequest) -> None:
         )
     if request.mode != "exact" and mesh[PIPELINE_AXIS] > 1:
         raise UsageError(f"--mode {request.mode}: stages are found by mode exact alone")
+    if request.rules and mesh[PIPELINE_AXIS] > 1:
+        raise UsageError(f"--rules: stages are found without rules (leave out {PIPELINE_AXIS})")
 
 
 def _axes(request: SearchRequest) -> dict[str, int]:
@@ -354,7 +359,8 @@ def _on_mesh(
     setting = Setting(sizes=sizes, topology=request.topology, data_axes=data, batch=batch)
     limit = request.memory or request.topology.memory
     try:
-        result = search(program, setting, mode=request.mode, limit=limit)
+        pins = pins_of_file(request.rules, request.mesh, model, program) if request.rules else []
+        result = search(program, setting, mode=request.mode, pins=pins, limit=limit)
     except OutOfMemoryError as error:
         raise _too_little(limit, error.least, request.world) from None
     part = resized(sample, batch // axes.get(DATA_AXIS, 1))
@@ -370,11 +376,12 @@ def _saved_mesh(
 ) -> SavedPlan:
     program, axes = traced.program, tuple(_axes(request))
     blocks = find_blocks(program)
-    problem = (
-        build(program, setting, cuts=blocks.cuts, block_of=blocks.block_of(program))
-        if blocks
-        else build(program, setting)
-    )
+    cuts = {*(blocks.cuts if blocks else ()), *layout_nodes(result.chosen)}
+    # A plan of one operator after the other may have no node between blocks.
+    if blocks and all(layout_node(cut) in result.chosen for cut in blocks.cuts):
+        problem = build(program, setting, cuts=cuts, block_of=blocks.block_of(program))
+    else:
+        problem = build(program, setting, cuts=layout_nodes(result.chosen))
     breakdown = CostBreakdown(setting.redistribution_costs(), axes)
     breakdown.add(problem, dict(enumerate(indices(problem, result.chosen))))
     rules = rules_of(problem.nodes)

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
+from functools import partial
 from typing import Any
 
 from torch import Tensor, nn
@@ -11,6 +12,7 @@ from torch.nn import Parameter
 
 from msrun.parallel.auto.dropout_rng import DropoutRng
 from msrun.parallel.auto.execute import Executor
+from msrun.parallel.auto.joined_outputs import joined
 from msrun.parallel.auto.tracing.trace import Traced
 from msrun.parallel.losses.batch import StepBatch
 from msrun.parallel.losses.sample_dims import Known
@@ -88,6 +90,8 @@ class PlannedModel(PipelineModel):
         make: Returns the executor of a part, given the module with its parameters.
     """
 
+    is_planned = True
+
     def __init__(
         self,
         model: nn.Module,
@@ -104,6 +108,8 @@ class PlannedModel(PipelineModel):
         self._parts = cut.parts
         own = cut.chunks.of_stage(ranks.stage)
         self._runs = {chunk: make(self, part=cut.parts[chunk]) for chunk in own}
+        for run in self._runs.values():
+            run.join = partial(joined, watch=self.joined_inputs.watch)
         self._any = self._runs[own[0]]
         self._borders = _borders(cut.parts, traced, self._any)
         # Other references to the model must not keep its parameters in memory.

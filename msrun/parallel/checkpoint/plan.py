@@ -54,7 +54,7 @@ from torch.distributed.checkpoint.planner import (
 
 from msrun.errors import CheckpointError, RanksDisagreeError
 from msrun.parallel.checkpoint.checksums import DataFiles
-from msrun.parallel.checkpoint.packed import PackedTensor, as_planned
+from msrun.parallel.checkpoint.packed import TensorChunks, as_planned
 from msrun.parallel.checkpoint.schema import Chunk, Index, Manifest, StoredTensor
 from msrun.parallel.checkpoint.state import State
 from msrun.parallel.checkpoint.targets import Target
@@ -69,6 +69,7 @@ from msrun.parallel.checkpoint.tensors import (
     read_part,
 )
 from msrun.parallel.local import is_sharded
+from msrun.parallel.uneven_rows.rows import plain
 from msrun.worker.beat import beat
 
 
@@ -168,12 +169,12 @@ class _Planner(DefaultSavePlanner):
 
     def __init__(self, state: State) -> None:
         super().__init__(flatten_state_dict=False, flatten_sharded_tensors=False)
-        self.set_up_planner(as_planned(state.tensors))
+        self.set_up_planner(as_planned(state.tensors, state.rows))
 
     def lookup_object(self, index: MetadataIndex) -> Any:
         packed = self.state_dict.get(index.fqn)
         return (
-            packed.part(index) if isinstance(packed, PackedTensor) else super().lookup_object(index)
+            packed.part(index) if isinstance(packed, TensorChunks) else super().lookup_object(index)
         )
 
     def create_global_plan(self, all_plans: list[SavePlan]) -> tuple[list[SavePlan], Metadata]:
@@ -194,7 +195,7 @@ class _Reader(DefaultLoadPlanner):
     def lookup_tensor(self, index: MetadataIndex) -> Tensor:
         packed = self.state_dict.get(index.fqn)
         return (
-            packed.part(index) if isinstance(packed, PackedTensor) else super().lookup_tensor(index)
+            packed.part(index) if isinstance(packed, TensorChunks) else super().lookup_tensor(index)
         )
 
 
@@ -203,13 +204,14 @@ def signature(state: State) -> tuple[object, ...]:
     tensors = tuple(
         (
             name,
-            tensor.shape,
+            plain(tensor).shape,
             tensor.dtype,
             (tensor.device_mesh, tensor.placements) if is_sharded(tensor) else None,
         )
         for name, tensor in state.tensors.items()
     )
-    return tensors, tuple(state.aliases), tuple(state.values), frozenset(state.common)
+    rows = tuple((name, each.counts, each.index) for name, each in state.rows.items())
+    return tensors, rows, tuple(state.aliases), tuple(state.values), frozenset(state.common)
 
 
 @torch.no_grad()
@@ -329,7 +331,7 @@ def digests(state: State) -> dict[str, bytes]:
     return {
         name: digest(tensor)
         for name, tensor in state.tensors.items()
-        if name not in state.common and not is_sharded(tensor)
+        if name not in state.common and name not in state.rows and not is_sharded(tensor)
     }
 
 
@@ -365,7 +367,8 @@ def read(files: DataFiles, targets: Mapping[str, Target]) -> None:
     state: dict[str, Any] = {name: target.tensor for name, target in targets.items()}
     known = {name: _metadata(target.stored) for name, target in targets.items()}
     planner.set_up_planner(state, Metadata(state_dict_metadata=dict(known)))
-    planner.state_dict = as_planned(state)  # afterwards, since torch copies what is no tensor
+    rows = {name: target.rows for name, target in targets.items() if target.rows}
+    planner.state_dict = as_planned(state, rows)  # afterwards: torch copies what is no tensor
     wanted: dict[str, list[tuple[int, ReadItem]]] = {}
     with torch.no_grad():
         for item in planner.create_local_plan().items:

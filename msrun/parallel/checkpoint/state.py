@@ -20,6 +20,7 @@ from torch.optim import Optimizer
 from msrun.errors import CheckpointError
 from msrun.parallel.config import DATA_AXIS
 from msrun.parallel.local import is_sharded
+from msrun.parallel.uneven_rows.rows import RowRange, rows_of, tensors_of_rows
 
 Models = nn.Module | Sequence[nn.Module] | Mapping[str, nn.Module]
 Optimizers = Optimizer | Sequence[Optimizer] | None
@@ -48,12 +49,14 @@ class State(msgspec.Struct, kw_only=True):
         common: Names of tensors, such as buffers, of which every rank keeps a copy that may
             differ.  Any rank's would do, but all must come from one, so that they fit each other:
             the lowest.
+        rows: Name of a tensor -> which rows of a table it has, where ranks have runs of any length.
     """
 
     tensors: dict[str, Tensor] = {}
     aliases: dict[str, str] = {}
     values: dict[str, Any] = {}
     common: set[str] = set()
+    rows: dict[str, RowRange] = {}
 
 
 class TensorNames:
@@ -177,6 +180,8 @@ def collect(names: TensorNames, optimizers: Iterable[Optimizer]) -> State:
     state = State()
     for name, tensor in names.tensors.items():
         state.tensors[MODEL + name] = tensor
+        if rows := rows_of(tensor):
+            state.rows[MODEL + name] = rows
         if not is_sharded(tensor) and not isinstance(tensor, Parameter):
             state.common.add(MODEL + name)
     for name, module in names.extra.items():
@@ -194,6 +199,9 @@ def collect(names: TensorNames, optimizers: Iterable[Optimizer]) -> State:
                 name = names.of(param, optimizer)
                 state.values[OPTIMIZER + name] = settings
                 _collect_param(state, name, optimizer.state.get(param, {}), type(optimizer))
+                if rows := rows_of(param):
+                    of_rows = tensors_of_rows(param, optimizer.state.get(param, {}))
+                    state.rows |= {f"{OPTIMIZER}{name}.{key}": rows for key in of_rows}
     return state
 
 

@@ -21,6 +21,7 @@ from msrun.parallel.checkpoint.state import MODEL, OPTIMIZER, TensorNames
 from msrun.parallel.checkpoint.tensors import TORCH_DTYPES
 from msrun.parallel.config import DATA_AXIS
 from msrun.parallel.local import is_sharded
+from msrun.parallel.uneven_rows.rows import RowRange, plain, rows_of, whole_shape
 
 _STEP_COUNT = "step"
 
@@ -31,10 +32,12 @@ class Target(msgspec.Struct, frozen=True, kw_only=True):
     Args:
         tensor: Tensor of this rank, plain or sharded.
         stored: Position of its values in the files.
+        rows: Which rows of a table the tensor has; None of any other.
     """
 
     tensor: Tensor
     stored: StoredTensor
+    rows: RowRange | None = None
 
 
 class Targets:
@@ -88,8 +91,8 @@ class Targets:
     def _add_models(self) -> None:
         for name, tensor in self._names.tensors.items():
             stored = self._stored(name)
-            if stored.shape != list(tensor.shape):
-                shape = list(tensor.shape)
+            shape = list(whole_shape(tensor))
+            if stored.shape != shape:
                 raise CheckpointError(
                     f"{name} is {shape} in the model and {stored.shape} in the checkpoint"
                 )
@@ -98,7 +101,8 @@ class Targets:
                 raise CheckpointError(
                     f"{name} is on the device meta, which holds no values", hint=hint
                 )
-            self.tensors[MODEL + name] = Target(tensor=tensor.detach(), stored=stored)
+            target = Target(tensor=tensor.detach(), stored=stored, rows=rows_of(tensor))
+            self.tensors[MODEL + name] = target
         for name in self._names.extra:
             if MODEL + name not in self._index.values:
                 stored = self._stored(name)
@@ -133,7 +137,9 @@ class Targets:
                 stored = self._index.tensors[f"{prefix}.{key}"]
                 current = optimizer.state.get(param, {}).get(key)
                 kept[key] = _tensor_for(param, group, current, stored, f"{name}.{key}")
-                target = Target(tensor=kept[key], stored=stored)
+                is_whole = list(plain(param).shape) != list(kept[key].shape)
+                rows = None if is_whole else rows_of(param)
+                target = Target(tensor=kept[key], stored=stored, rows=rows)
                 self.tensors[f"{OPTIMIZER}{name}.{key}"] = target
             self._states.append((optimizer, param, kept))
 
@@ -211,11 +217,14 @@ def _tensor_for(
         name: Name of the state, for messages.
     """
     dtype, shape = TORCH_DTYPES[stored.dtype], stored.shape
-    if isinstance(current, Tensor) and list(current.shape) == shape:
-        return current.detach()
-    if list(param.shape) == shape and not name.endswith(f".{_STEP_COUNT}"):
-        return torch.zeros_like(param.detach(), dtype=dtype)
-    if is_sharded(param) and shape:
+    rows, own = rows_of(param), plain(param)
+    if isinstance(current, Tensor):
+        is_part = rows is not None and current.shape == own.shape
+        if list(rows.shape(current) if rows and is_part else current.shape) == shape:
+            return current.detach()
+    if list(whole_shape(param)) == shape and not name.endswith(f".{_STEP_COUNT}"):
+        return torch.zeros_like(own.detach(), dtype=dtype)
+    if (is_sharded(param) or rows) and shape:
         raise CheckpointError(
             f"{name} {shape} has another shape than its parameter, so its sharding is not known",
             hint="let the optimizer take a step before loading",

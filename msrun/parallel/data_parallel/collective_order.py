@@ -68,6 +68,7 @@ class CollectiveOrder:
     Attributes:
         check: Raises at the end of a backward pass of a plain loop whose gradients are not right.
         joins: Notes about inputs of units that got zeros; of a pipeline the stage has its own.
+        fills: Notes about parameters of units that got zeros.
     """
 
     def __init__(
@@ -89,7 +90,7 @@ class CollectiveOrder:
         self._is_planned = False
         self._model = weakref.ref(model)
         self.check: Callable[[], None] = lambda: None
-        self.joins = JoinNotes()
+        self.joins = self.fills = JoinNotes()
         torch_compat.watch_units(
             model,
             self._on_gather,
@@ -97,6 +98,7 @@ class CollectiveOrder:
             _on_sparse,
             _on_second_gradient,
             changed=_on_changed_type,
+            completed=self._on_completed,
         )
 
     @contextlib.contextmanager
@@ -115,7 +117,7 @@ class CollectiveOrder:
             RanksDisagreeError: Events of ranks differ, so gradients are wrong.
             ModelError: A plain loop has gradients from zeros alone.
         """
-        missing, model = self.sum_and_compare(self.joins.missing), self._model()
+        missing, model = self.sum_and_compare(self.joins.count()), self._model()
         if missing and model is not None:
             self.joins.drop(model, self._group, self._device)  # type: ignore[arg-type]  # it is both
         else:
@@ -155,6 +157,10 @@ class CollectiveOrder:
 
     def _on_gather(self, name: str) -> None:
         self._add("gathered", name or self._name)
+
+    def _on_completed(self, filled: Sequence[str], having: Sequence[str]) -> None:
+        self.fills.filled.update(filled)
+        self.fills.touched.update(having)
 
     def _on_reduce(self, names: Sequence[str]) -> None:
         if names:

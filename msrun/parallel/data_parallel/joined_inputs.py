@@ -1,4 +1,4 @@
-"""Inputs of a module that one step of autograd joins, of which some get no gradient.
+"""What gets gradients of zeros under ZeRO, where one process has none.
 
 The problem.  `fully_shard` passes all inputs of a unit through one step, by which it knows when the
 unit's backward pass has ended.  torch gives zeros to each input of such a step if another one has a
@@ -10,13 +10,14 @@ noted.  How many there were is one number in the all-reduce that compares the or
 anyway.  If it is 0 on all ranks, nothing is to be done.  Else each rank follows the graph of its
 losses through joined inputs one by one, and what no rank's loss depends on loses its gradient:
 after gradients are reduced, and before hooks of parameters, clipping and the optimizer.  A plain
-loop does not tell its losses; where zeros alone may have reached a parameter, it is refused.
+loop does not tell its losses; where zeros alone may have reached a parameter by a joined input, it
+is refused.
 """
 
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
-from typing import Any
+from typing import Any, Protocol
 
 import torch
 import torch.distributed as dist
@@ -26,7 +27,7 @@ from torch.nn import Parameter
 from msrun.errors import ModelError
 from msrun.parallel.exchange import messages
 from msrun.parallel.local import local_gradient
-from msrun.parallel.torch_compat import passes_straight, shards_of_gathered
+from msrun.parallel.torch_compat import function_of, passes_straight, shards_of_gathered
 
 _NAMES_SHOWN = 3
 
@@ -38,36 +39,50 @@ class JoinNotes:
         is_needed: Whether some module had several joined inputs.
         missing: Inputs that got zeros in this step, as there was no gradient.
         losses: First step of autograd before each loss of this step; empty in a plain loop.
+        filled: Names of parameters that got zeros in their unit, and had no gradient before.
+        touched: Names of those that got a gradient.
     """
 
     def __init__(self) -> None:
         self.is_needed = False
         self.missing = 0
         self.losses: list[Any] = []
+        self.filled: set[str] = set()
+        self.touched: set[str] = set()
         self._behind_missing: set[Parameter] = set()
 
     def begin(self) -> None:
         """Begin a step."""
         self.missing = 0
         self.losses = []
+        self.filled, self.touched = set(), set()
         self._behind_missing = set()
+
+    def zeros(self) -> set[str]:
+        """Return the names of parameters whose gradient is zeros of their unit alone."""
+        return self.filled - self.touched
+
+    def count(self) -> int:
+        """Return how many gradients may come from zeros alone."""
+        return self.missing + len(self.zeros())
 
     def note_loss(self, loss: Tensor) -> None:
         """Note a loss of which the gradients are computed next."""
         if self.is_needed and loss.grad_fn is not None:
             self.losses.append(loss.grad_fn)
 
-    def note_missing(self, start: Any) -> None:
-        """Note an input without a gradient, by where its graph begins."""
-        self.missing += 1
-        if not self.losses:
-            self._behind_missing |= parameters_behind(start)
+    def note(self, starts: Sequence[Any], gradients: Sequence[Tensor | None]) -> None:
+        """Note inputs without a gradient, by where their graphs begin."""
+        for start, gradient in zip(starts, gradients, strict=True):
+            if gradient is None:
+                self.missing += 1
+                if not self.losses:
+                    self._behind_missing |= parameters_behind(start)
 
     def watch(self, inputs: Sequence[Tensor]) -> Sequence[Tensor]:
         """Return the joined `inputs`, of which is noted what gets no gradient."""
         self.is_needed = True
-        watched: Sequence[Tensor] = _NotedInputs.apply(self, *inputs)  # type: ignore[no-untyped-call]
-        return watched
+        return noted(self, inputs)
 
     def drop(self, model: nn.Module, group: dist.ProcessGroup, device: torch.device) -> None:
         """Drop gradients that come from zeros alone on all ranks; each of `group` calls it.
@@ -86,13 +101,45 @@ class JoinNotes:
             for name, param in model.named_parameters()
             if param in suspects and (self.losses or _is_zero(local_gradient(param)))
         )
-        is_plain = not self.losses
+        is_plain, filled = not self.losses, sorted(self.zeros())
         self.begin()
-        names = set(own).intersection(*messages.gather_all(own, list[str], group, device))
-        if names and is_plain:
-            raise _refusal(sorted(names))
+        of_ranks = messages.gather_all([own, filled], list[list[str]], group, device)
+        names = set.intersection(*({*behind, *zeros} for behind, zeros in of_ranks))
+        unsure = names & set().union(*(behind for behind, _ in of_ranks))
+        if unsure and is_plain:
+            raise _refusal(sorted(unsure))
         for name in names:
             model.get_parameter(name).grad = None
+
+
+class Notes(Protocol):
+    """Notes which values have a gradient."""
+
+    def note(self, starts: Sequence[Any], gradients: Sequence[Tensor | None], /) -> None:
+        """Note the gradients of values, each by where its graph begins."""
+
+
+def noted(notes: Notes, values: Sequence[Tensor]) -> Sequence[Tensor]:
+    """Return `values` as those of one step, which gives zeros to those without a gradient."""
+    result: Sequence[Tensor] = _NotedInputs.apply(notes, *values)  # type: ignore[no-untyped-call]
+    return result
+
+
+def attached(value: Tensor, others: Sequence[Tensor]) -> Tensor:
+    """Return `value`, which needs no gradient, so that its backward pass runs that of `others`.
+
+    It gives them no gradient, so steps before them run only where `noted` makes zeros of that.
+    """
+    graded = [other for other in others if other.requires_grad]
+    if value.requires_grad or not graded or not torch.is_grad_enabled():
+        return value
+    result: Tensor = _Attached.apply(value, *graded)  # type: ignore[no-untyped-call]
+    return result
+
+
+def depends(value: Tensor) -> bool:
+    """Return whether `value` depends on something that needs a gradient."""
+    return value.requires_grad and function_of(value.grad_fn) is not _Attached
 
 
 def parameters_behind(
@@ -115,7 +162,7 @@ def parameters_behind(
         if step is None or key in seen:
             continue
         seen.add(key)
-        if stops(step):
+        if stops(step) or (not is_joined and function_of(step) is _Attached):
             continue
         variable = getattr(step, "variable", None)
         if isinstance(variable, Parameter):
@@ -139,13 +186,28 @@ def _refusal(names: Sequence[str]) -> ModelError:
     )
 
 
+class _Attached(torch.autograd.Function):
+    """Returns its first input; the others get no gradient, but their steps are run."""
+
+    @staticmethod
+    def forward(ctx: Any, value: Tensor, *others: Tensor) -> Tensor:
+        ctx.count = len(others)
+        return value.detach()
+
+    @staticmethod
+    def backward(ctx: Any, gradient: Tensor) -> tuple[None, ...]:
+        del gradient
+        others: tuple[None, ...] = (None,) * ctx.count
+        return None, *others
+
+
 class _NotedInputs(torch.autograd.Function):
     """Returns its inputs."""
 
     passes_straight = True
 
     @staticmethod
-    def forward(ctx: Any, notes: JoinNotes, *inputs: Tensor) -> tuple[Tensor, ...]:
+    def forward(ctx: Any, notes: Notes, *inputs: Tensor) -> tuple[Tensor, ...]:
         ctx.set_materialize_grads(False)
         ctx.notes = notes
         ctx.likes = [(x.shape, x.dtype, x.device) for x in inputs]
@@ -153,9 +215,7 @@ class _NotedInputs(torch.autograd.Function):
 
     @staticmethod
     def backward(ctx: Any, *gradients: Tensor | None) -> tuple[Tensor | None, ...]:
-        for start, gradient in zip(ctx.next_functions, gradients, strict=True):
-            if gradient is None:
-                ctx.notes.note_missing(start)
+        ctx.notes.note(ctx.next_functions, gradients)
         pairs = zip(gradients, ctx.likes, strict=True)
         return (
             None,

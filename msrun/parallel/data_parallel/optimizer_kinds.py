@@ -6,6 +6,7 @@ import torch
 
 from msrun.errors import ModelError
 from msrun.parallel.local import is_sharded
+from msrun.parallel.uneven_rows.rows import rows_of
 
 # Optimizer -> the operation that is wrong on shards, or that DTensor does not have.  By the name of
 # its class: several libraries have one of this name, and not every release of torch has all.
@@ -23,6 +24,22 @@ _NEEDS_REPLICATED = {
     "SparseAdam": "takes sparse gradients",
 }
 
+# Optimizers that compute each element by itself.
+_BY_ELEMENT = (
+    "ASGD",
+    "Adadelta",
+    "Adagrad",
+    "Adam",
+    "AdamW",
+    "Adamax",
+    "NAdam",
+    "RAdam",
+    "RMSprop",
+    "Rprop",
+    "SGD",
+    "SparseAdam",
+)
+
 
 def check_kind(optimizer: torch.optim.Optimizer) -> None:
     """Refuse an optimizer that would fail in the middle of a step, or give another result.
@@ -37,9 +54,22 @@ def check_kind(optimizer: torch.optim.Optimizer) -> None:
             f"{name} computes the loss several times a step, and rt.step computes it once",
             hint="choose another, or use it in a plain loop, if no parameter is sharded",
         )
+    _check_tables(optimizer)
     for kind in type(optimizer).__mro__:
         if reason := _NEEDS_REPLICATED.get(kind.__name__):
             _check_replicated(optimizer, f"{name} {reason}")
+
+
+def _check_tables(optimizer: torch.optim.Optimizer) -> None:
+    """Refuse an optimizer of a table's rows unless it computes each element for itself."""
+    if any(kind.__name__ in _BY_ELEMENT for kind in type(optimizer).__mro__):
+        return
+    for group in optimizer.param_groups:
+        for rows in filter(None, map(rows_of, group["params"])):
+            raise ModelError(
+                f"{type(optimizer).__name__} has {rows.name}, of which this rank has some rows "
+                f"alone (choose {', '.join(_BY_ELEMENT)}, or a class made of one)"
+            )
 
 
 def _check_replicated(optimizer: torch.optim.Optimizer, reason: str) -> None:

@@ -26,6 +26,7 @@ from msrun.parallel.data_parallel.reducer import GradientReducer, fill_buckets
 from msrun.parallel.layout import EXPERT_COPIES
 from msrun.parallel.rank_context import RankContext
 from msrun.parallel.tensor.plan import ModulePlan
+from msrun.parallel.uneven_rows.rows import rows_of
 
 # `torch.distributed.fsdp` takes a second to import: only where the configuration needs it.
 if TYPE_CHECKING:
@@ -118,6 +119,7 @@ def shard_parameters(
     modules = dict(model.named_modules())
     own = {name: plan for name, plan in plans.items() if name in modules}
     replicated |= zero.packed_parameters(config, model, own)
+    replicated |= {param for param in model.parameters() if rows_of(param)}
     of_experts = _parameters_of(experts)
     replicated |= zero.rare_types(config, model, units, replicated | of_experts)
     if _copies(context) == 1:
@@ -128,7 +130,8 @@ def shard_parameters(
     order = CollectiveOrder(module, context.group(DATA_AXIS), context.device, level=level)
     if config.pipeline:
         model.reduces_once = level == 1  # type: ignore[assignment]
-        torch_compat.watch_joined_inputs(module, model.joined_inputs.watch)  # type: ignore[union-attr,arg-type]
+        order.fills = model.joined_inputs  # type: ignore[assignment]
+        torch_compat.watch_joined_inputs(module, order.fills.watch)
     else:
         torch_compat.watch_joined_inputs(module, order.joins.watch)
         if not config.compile:

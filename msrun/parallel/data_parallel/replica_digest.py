@@ -41,6 +41,7 @@ from msrun.parallel.exchange import messages
 from msrun.parallel.layout import EXPERT_AXIS, EXPERT_COPIES
 from msrun.parallel.local import is_sharded, local_part
 from msrun.parallel.rank_context import RankContext
+from msrun.parallel.uneven_rows.rows import rows_of
 
 _GIVEN = "the state dict that load_state_dict was given"
 _READ = "the batches of rt.loader"
@@ -174,6 +175,8 @@ class ReplicaDigest:
     def _replicated(self, tensor: Tensor) -> set[str]:
         """Return the axes along which ranks hold equal parts of `tensor`."""
         own = {name for name, whole in self._axes.items() if name == whole}
+        if rows := rows_of(tensor):
+            return own - {rows.axis}
         if not is_sharded(tensor):
             return own
         names = tensor.device_mesh.mesh_dim_names or ()

@@ -46,7 +46,7 @@ def check(
                 f"{name}: scale_grad_by_freq counts words of a whole batch, and {parts} parts of "
                 "it are looked up apart"
             )
-        if table.sparse and plan:
+        if table.sparse and plan and not plan.rows:
             raise ModelError(
                 f"{plan.key}: {name} has sparse gradients, and only a replicated table can",
                 hint="make it with sparse=False, or leave it out of the plan",

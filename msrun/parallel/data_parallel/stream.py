@@ -116,7 +116,12 @@ class StreamLoader(DataLoader[Any]):
         batch_size: Samples of one batch of one data-parallel rank, at least 1.
         drop_last: Leave out the last batch if it is not full.
         options: Options of `DataLoader`.
+
+    Attributes:
+        drawn: Passes parts on as they are drawn.
     """
+
+    drawn: Callable[[Iterator[Any]], Iterator[Any]] = staticmethod(iter)
 
     def __init__(
         self,
@@ -155,7 +160,8 @@ class StreamLoader(DataLoader[Any]):
             tell(self._epoch)
         use = LoaderUse()
         try:
-            for part in itertools.islice(super().__iter__(), self._parts.first, None):
+            parts = itertools.islice(super().__iter__(), self._parts.first, None)
+            for part in self.drawn(parts):
                 beat()
                 if not part.own:
                     raise UsageError(

@@ -23,6 +23,7 @@ from msrun.parallel import torch_compat
 from msrun.parallel.deferred.init import materialize
 from msrun.parallel.deferred.log import ConstructorLog, StorageSlot, View, slot_of, tensors_of
 from msrun.parallel.local import is_sharded, local_part
+from msrun.parallel.uneven_rows.rows import rows_of
 
 _REGISTERED = frozenset(("_parameters", "_buffers", "_modules"))
 
@@ -144,6 +145,8 @@ def fill(
 
 def part_of(values: Tensor, like: Tensor) -> Tensor:
     """Return this rank's shard of `values`, placed like the sharded tensor `like`."""
+    if rows := rows_of(like):
+        return rows.cut(values)
     if not is_sharded(like):
         return values
     coordinate = like.device_mesh.get_coordinate()

@@ -21,6 +21,7 @@ from typing import Any
 import torch
 import torch.distributed as dist
 from torch import Tensor, nn
+from torch.nn import Parameter
 
 from msrun.errors import ModelError
 from msrun.parallel import torch_compat
@@ -30,6 +31,7 @@ from msrun.parallel.local import is_sharded
 Groups = tuple[dist.ProcessGroup, ...]
 
 _stages: weakref.WeakSet[nn.Module] = weakref.WeakSet()
+_parts: list[tuple[weakref.ref[Parameter], str]] = []
 
 
 def support_lists() -> None:
@@ -40,6 +42,13 @@ def support_lists() -> None:
 def refuse_norms(stage: nn.Module) -> None:
     """Have torch's clipping refuse gradients of `stage`, which are not all of the model."""
     _stages.add(stage)
+    support_lists()
+
+
+def refuse_norms_of(param: Parameter, name: str) -> None:
+    """Have torch's clipping refuse the gradient of `param`, of which this rank has a part."""
+    _parts[:] = [each for each in _parts if each[0]() is not None]
+    _parts.append((weakref.ref(param), name))
     support_lists()
 
 
@@ -56,6 +65,14 @@ def _norm(tensors: Sequence[Tensor], order: float) -> Tensor | None:
     """
     if _stages:
         _check_stages(tensors)
+    for reference, name in _parts:
+        gradient = None if (param := reference()) is None else param.grad
+        if gradient is not None and any(tensor is gradient for tensor in tensors):
+            raise ModelError(
+                f"{name}: torch.nn.utils.clip_grad_norm_ would take the norm of the rows of one "
+                "rank",
+                hint="pass max_norm to rt.step, or call rt.clip_grad_norm_(model, max_norm)",
+            )
     if not any(map(is_sharded, tensors)):
         return None
     of_groups: dict[Groups, list[Tensor]] = {}

@@ -20,8 +20,9 @@ from torch import nn
 
 from msrun.errors import ModelError
 from msrun.parallel import torch_compat
-from msrun.parallel.config import ROOT, ParallelConfig
+from msrun.parallel.config import DATA_AXIS, ROOT, ParallelConfig
 from msrun.parallel.layers.norm_functions import ANY_REGION, NormFunctions
+from msrun.parallel.rank_context import RankContext
 
 _BatchNorm = nn.BatchNorm1d | nn.BatchNorm2d | nn.BatchNorm3d | nn.SyncBatchNorm
 _InstanceNorm = nn.InstanceNorm1d | nn.InstanceNorm2d | nn.InstanceNorm3d
@@ -49,7 +50,10 @@ def check(config: ParallelConfig, model: nn.Module) -> None:
 
 
 def synchronize(
-    config: ParallelConfig, model: nn.Module, group: dist.ProcessGroup | None
+    config: ParallelConfig,
+    model: nn.Module,
+    group: dist.ProcessGroup | None,
+    samples: dist.ProcessGroup | None,
 ) -> NormFunctions | None:
     """Have `model` use the statistics of all samples of `group` wherever it normalizes a batch.
 
@@ -57,11 +61,12 @@ def synchronize(
         config: The configuration.
         model: The model.
         group: Ranks that share the batch; None for one rank.
+        samples: Those of them that have other samples; all but where ranks share images.
 
     Returns:
         What a recomputation must enter; None if torch's own functions are right.
     """
-    functions = NormFunctions(group, _refusal(config))
+    functions = NormFunctions(group, _refusal(config), samples)
     if config.batch_norm == "local" or functions.is_plain:
         return None
     named = {name: module for name, module in model.named_modules() if _is_norm_like(module)}
@@ -74,6 +79,12 @@ def synchronize(
     model.register_forward_pre_hook(hooks.enter, prepend=True)
     model.register_forward_hook(hooks.leave, always_call=True)
     return functions
+
+
+def group_of_samples(context: RankContext) -> dist.ProcessGroup | None:
+    """Return the ranks that have other samples; None for one."""
+    context = context.of_samples
+    return context.group(DATA_AXIS) if context.layout.size(DATA_AXIS) > 1 else None
 
 
 def _refusal(config: ParallelConfig) -> str | None:

@@ -34,7 +34,7 @@ from torch.nn import functional
 from msrun.errors import ModelError
 from msrun.parallel import torch_compat
 from msrun.parallel.collectives import all_reduce
-from msrun.parallel.local import full_tensor, is_sharded
+from msrun.parallel.local import full_tensor, has_parts, is_sharded, on_parts
 from msrun.parallel.norms.normalize import normalized
 
 ANY_REGION = object()
@@ -48,10 +48,17 @@ class NormFunctions:
     Args:
         group: Ranks that share the batch; None for one rank.
         refusal: Why nothing may normalize over a batch here, such as micro-batches; None allows it.
+        samples: Ranks of the group that have other samples; several of it may share an image.
     """
 
-    def __init__(self, group: dist.ProcessGroup | None, refusal: str | None) -> None:
+    def __init__(
+        self,
+        group: dist.ProcessGroup | None,
+        refusal: str | None,
+        samples: dist.ProcessGroup | None,
+    ) -> None:
         self._group = group
+        self._samples = samples
         self._refusal = refusal
         self._has_warned = False
 
@@ -59,7 +66,7 @@ class NormFunctions:
         return self
 
     def __getstate__(self) -> dict[str, Any]:
-        return vars(self) | {"_group": None}
+        return vars(self) | {"_group": None, "_samples": None}
 
     @contextlib.contextmanager
     def active(self, name: str, region: object = ANY_REGION) -> Iterator[None]:
@@ -119,6 +126,13 @@ class NormFunctions:
         the mean.  One all-reduce with sums of squares would lose precision where the mean is large.
         Channels that a plan sharded are gathered, with a warning for the first.
         """
+        if has_parts(x):  # of images, over all ranks
+            return on_parts(
+                x,
+                lambda part: normalized(
+                    part, running, affine, momentum=momentum, eps=eps, total=self._sum_of_parts
+                ),
+            )
         if is_sharded(x) and any(p.is_shard() for p in x.placements) and not self._has_warned:
             self._has_warned = True
             warnings.warn("msrun: batch_norm is computed whole on every rank", stacklevel=2)
@@ -133,7 +147,7 @@ class NormFunctions:
         Each is linear in the samples, so the mean over ranks by samples is that of one process.
         """
         tensors = [tensor for tensor in running if tensor is not None]
-        if self._group is None or not tensors:
+        if self._samples is None or not tensors:
             return
         dtype = torch.promote_types(tensors[0].dtype, torch.float32)
         count = tensors[0].new_ones(1, dtype=dtype)
@@ -143,6 +157,9 @@ class NormFunctions:
             tensor.copy_(mean / total)
 
     def _sum(self, x: Tensor) -> Tensor:
+        return x if self._samples is None else all_reduce(x, self._samples)
+
+    def _sum_of_parts(self, x: Tensor) -> Tensor:
         return x if self._group is None else all_reduce(x, self._group)
 
     @property

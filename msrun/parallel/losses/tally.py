@@ -238,6 +238,15 @@ class LossTally:
         if count:
             self.numbers[_UNREACHED] += count
 
+    def check_reached(self, absent: int) -> None:
+        """Refuse losses that depend on nothing in all parts of all ranks, after `combine`.
+
+        Args:
+            absent: Such parts of this rank, as noted by `note_unreached`.
+        """
+        if absent == self._parts and self.numbers[_UNREACHED] == absent * self._ranks.size:
+            raise ModelError("the loss of no rank depends on a parameter that is trained")
+
     @property
     def device(self) -> torch.device:
         """The device of this rank."""
@@ -252,7 +261,8 @@ class LossTally:
         """Add the numbers of all data-parallel ranks, which all call this."""
         if self._ranks.group is not None:
             dist.all_reduce(self.numbers, group=self._ranks.group)
-        if not self._is_plain:
+        # A host reads them in any case: ranks whose losses are plain and others' must all raise.
+        if not self._is_plain or self.numbers.device.type == "cpu":
             self._host = _HostCopy(self.numbers)
 
     def objective(self, loss: PartLoss, samples: int) -> Tensor:

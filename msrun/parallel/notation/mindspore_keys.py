@@ -67,6 +67,7 @@ class _Translation:
 
     def run(self) -> tuple[Tree, list[tuple[str, str]]]:
         self._mode_value()
+        self._manual_split()
         for key, value in self._given.items():
             if key in _REFUSED:
                 self._key = str(key)
@@ -85,6 +86,24 @@ class _Translation:
         if isinstance(mode, str) and mode in _MODES:
             self._tree["mode"] = _MODES[mode]["mode"]
             self._rows.append((f"mode: {mode}", f"mode: {self._tree['mode']}"))
+
+    def _manual_split(self) -> None:
+        """Read MindSpore's attribute of `Gather` in rules, where ours is `rows`."""
+        rules = self._given.get("plan")
+        for index, rule in enumerate(rules if isinstance(rules, list) else ()):
+            if not isinstance(rule, Mapping) or "manual_split" not in rule:
+                continue
+            self._key = f"plan[{index}].manual_split"
+            value = rule["manual_split"]
+            if "rows" in rule:
+                self._refuse("is rows, which the rule has too")
+            if not isinstance(value, list | tuple) or not all(type(n) is int for n in value):
+                self._refuse(f"{_shown(value)} is no list of numbers of rows")
+            ours = {key: each for key, each in rule.items() if key != "manual_split"}
+            self._tree["plan"] = [*self._tree["plan"]]
+            self._tree["plan"][index] = {**ours, "rows": list(value)}
+            said = f"plan[{index}].rows: {_shown(list(value))}"
+            self._rows.append((f"{self._key}: {_shown(list(value))}", said))
 
     def put(self, path: str, value: Value) -> None:
         """Set our key at `path`, unless the configuration has it itself."""

@@ -86,11 +86,13 @@ class PipelineModel(StageModel):
     Attributes:
         reduces_once: Fully sharded parameters in it are not reduced before the end of a step.
         keeps_results: Recomputed modules in it save some of their results.
+        is_planned: Ranks run the steps of a plan of mode auto together.
         precision: Context of a forward, such as autocast.
     """
 
     reduces_once = False
     keeps_results = False
+    is_planned = False
     precision: Callable[[], contextlib.AbstractContextManager[Any]] = contextlib.nullcontext
 
     def __init__(
@@ -234,11 +236,7 @@ class PipelineModel(StageModel):
             ModelError: The batch cannot be split, or stages would send something else than tensors.
         """
         split, borders = self._prepare(inputs, may_differ=False)
-        if self.training and self._norms and split.repeats:
-            raise ModelError(
-                f"{ROOT}.pipeline.microbatches: {split.samples} samples do not divide into "
-                f"{split.parts} equal micro-batches, and {self._norms[0]} would see some twice"
-            )
+        self._check_even(split)
         # Ranks before the last do not know the type of the loss, only that of tensors sent.
         sent = [border.dtype for border in chain(*borders) if border.dtype.is_floating_point]
         tally = LossTally(
@@ -257,15 +255,23 @@ class PipelineModel(StageModel):
             check=partial(check_loss, self) if self._cut.chunks.stages > 1 else lambda *_: None,
             buffers=self.written_buffers,
             known=self.known_outputs() if looks and not tally.is_whole else None,
+            is_planned=self.is_planned and ranks.size > 1,
         )
         schedule = self._schedule(borders)
         self._reach = reach = StageReach(self, self._ranks, schedule.reach, self._tied)
         schedule.run(work)
         self.written_buffers.is_checked = not tally.has_refused
-        tally.note_unreached(reach.end() + self._joins.missing)
+        tally.note_unreached(reach.end())
         # The last stage has the loss, and any stage may have refused.
         dist.all_reduce(tally.numbers, group=self._ranks.group)
         return tally
+
+    def _check_even(self, split: MicrobatchSplit) -> None:
+        if self.training and self._norms and split.repeats:
+            raise ModelError(
+                f"{ROOT}.pipeline.microbatches: {split.samples} samples do not divide into "
+                f"{split.parts} equal micro-batches, and {self._norms[0]} would see some twice"
+            )
 
     def reduce_tied(self) -> None:
         """Sum gradients of tied weights over stages, after those over data-parallel ranks.

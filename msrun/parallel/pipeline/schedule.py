@@ -8,7 +8,7 @@ last chunk.
 from __future__ import annotations
 
 from collections.abc import Callable, Collection, Iterator, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from functools import partial
 from itertools import chain
 from typing import Any
@@ -29,7 +29,7 @@ from torch.distributed.pipelining import (
 from torch.nn import Parameter
 
 from msrun.errors import ModelError, UsageError
-from msrun.parallel.data_parallel.joined_inputs import JoinNotes
+from msrun.parallel.data_parallel.joined_inputs import JoinNotes, attached
 from msrun.parallel.losses.batch import map_leaves, own_loss, tensors_in
 from msrun.parallel.losses.sample_dims import Known
 from msrun.parallel.losses.sample_watch import SampleWatch
@@ -77,6 +77,7 @@ class Work:
         check: Called with the ends of the graph of the model and the loss of `loss_fn`.
         buffers: Refuses buffers that several micro-batches write.
         known: Of each output of the model, what mixed samples; None does not look at the loss.
+        is_planned: Whether data-parallel ranks run the backward pass of the model together.
     """
 
     split: MicrobatchSplit
@@ -87,6 +88,7 @@ class Work:
     check: Callable[[Sequence[Any], Tensor], None]
     buffers: WrittenBuffers
     known: Sequence[Known] | None = None
+    is_planned: bool = False
 
     def loss(self, run: Callable[[], Any], part: int, received: Sequence[Tensor]) -> Tensor:
         """Return what is differentiated for micro-batch `part`, whose output `run` returns.
@@ -144,6 +146,8 @@ class Work:
             ends = [tensor.grad_fn for tensor in tensors_in(output)]
             loss = self.tally.measure(compute, max(samples, 1), tensors_in([output, target]))
             self.check(ends, loss.value)
+            if self.is_planned:
+                loss = replace(loss, value=attached(loss.value, tensors_in(output)))
         self.tally.add(loss, samples)
         return self.tally.objective(loss, samples)
 

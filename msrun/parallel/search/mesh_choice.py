@@ -75,6 +75,10 @@ class MeshRequest(msgspec.Struct, frozen=True, kw_only=True):
         mode: As of `search`.
         limit: Bytes that a rank has; None is any.
         is_whole: Whether nothing may cut the batch or the model.
+        is_decided: Whether the user has decided something that stages do not have; then there are
+            none, and `recompute` holds.
+        sharded_from: As of `Setting`.
+        recompute: Whether repeated blocks are recomputed in any case.
     """
 
     programs: ProgramByBatch
@@ -84,6 +88,9 @@ class MeshRequest(msgspec.Struct, frozen=True, kw_only=True):
     mode: Mode = "exact"
     limit: float | None = None
     is_whole: bool = False
+    is_decided: bool = False
+    sharded_from: float | None = None
+    recompute: bool = False
 
 
 def choose_mesh(request: MeshRequest, clock: Callable[[], float]) -> ChosenMesh:
@@ -97,7 +104,7 @@ def choose_mesh(request: MeshRequest, clock: Callable[[], float]) -> ChosenMesh:
         OutOfMemoryError: No plan fits; it says what the smallest takes.
     """
     results = [*_without_stages(request)]
-    if not request.is_whole:
+    if not request.is_whole and not request.is_decided:
         results += _with_stages(request, clock)
     fitting = [one for one in results if isinstance(one, ChosenMesh)]
     if not fitting:
@@ -115,6 +122,8 @@ def _without_stages(request: MeshRequest) -> Iterator[ChosenMesh | float]:
         part = request.batch // number
         program = request.programs.at(part)
         again = (False, True) if find_blocks(program) else (False,)
+        if request.is_decided:
+            again = (request.recompute,)
         is_enough = False
         for mesh, recompute in product(candidates(request.world, part), again):
             setting = Setting(
@@ -124,13 +133,14 @@ def _without_stages(request: MeshRequest) -> Iterator[ChosenMesh | float]:
                 batch=part,
                 rounds=number,
                 recompute=recompute,
+                sharded_from=request.sharded_from,
             )
             try:
                 result = search(program, setting, mode=request.mode, limit=request.limit)
             except OutOfMemoryError as error:
                 yield error.least
                 continue
-            is_enough |= not recompute
+            is_enough |= not recompute or request.is_decided
             yield ChosenMesh(
                 mesh=mesh,
                 microbatches=number,

@@ -36,10 +36,12 @@ from msrun.cluster.tick import Tick
 from msrun.environ import ServersPlace
 from msrun.errors import MsrunError, ProtocolError
 from msrun.parallel.servers.addresses import AddressBook, read_key
-from msrun.parallel.servers.routing import places_by_server, split_gradients
-from msrun.parallel.servers.rows import RowGradients
+from msrun.parallel.servers.outgoing import OutgoingPush
+from msrun.parallel.servers.routing import places_by_server
+from msrun.parallel.servers.sharing import NearServers
 from msrun.parallel.servers.wire import (
     HEAD,
+    NOT_HERE,
     RANK,
     SERVER,
     Actor,
@@ -49,6 +51,7 @@ from msrun.parallel.servers.wire import (
     Packet,
     SessionPlan,
     Setup,
+    Shared,
     WantContents,
     Word,
     actor_of,
@@ -67,11 +70,13 @@ _LEAVE_SECONDS = 60.0
 Owners = Mapping[str, list[int]]
 # Table and numbers of its slices -> what a server begins with.
 Supply = Callable[[str, list[int]], dict[int, list[Any]]]
-_Divide = Callable[[Mapping[str, Any], Owners], dict[int, Any]]
 
 
 class PulledRows:
-    """What all servers sent for one pull, and who owned what then."""
+    """What all servers sent for one pull, and who owned what then.
+
+    It is the rank's until its next pull or push: servers of this node lend their memory for it.
+    """
 
     def __init__(self, owners: Owners, parts: Mapping[int, Any]) -> None:
         self.owners = owners
@@ -97,13 +102,19 @@ class ServersClient:
         place: Where the servers of the job are.
         master: Host and port of the store.
         rank: This rank.
+        shares: Whether it shares memory with servers of its node.
     """
 
-    def __init__(self, place: ServersPlace, master: tuple[str, int], rank: int) -> None:
+    def __init__(
+        self, place: ServersPlace, master: tuple[str, int], rank: int, *, shares: bool
+    ) -> None:
         self._place = place
         self._rank = rank
         self._secret = read_key(place.directory)
         self._peers = place.count + place.ranks
+        self._near = NearServers(is_wanted=shares)
+        # Makes tensors that servers of this node read in place.
+        self.empty = self._near.empty
         self._context = new_context()
         self._poll = ConnectionPoll()
         self._connections: dict[int, DataConnection] = {}
@@ -136,15 +147,23 @@ class ServersClient:
             self._book.announce(plan.session)
 
     def pull(self, ask: Mapping[str, Any]) -> PulledRows:
-        """Return rows as they are now: table -> row numbers, or a word for whole slices.
+        """Return rows as they are now.
+
+        Args:
+            ask: Table -> row numbers; these and the versions that a cache has; or a word for whole
+                slices.
 
         Raises:
             MsrunError: The servers cannot go on, or are silent for long.
         """
-        self._command("pull", ask)
-        return self._await()
+        self.ask(ask)
+        return self.answer()
 
-    def push(self, gradients: Mapping[str, Any], options: Mapping[str, Any]) -> None:
+    def ask(self, ask: Mapping[str, Any]) -> None:
+        """Ask as `pull` does, and return at once; `answer` has what comes."""
+        self._command("pull", ask)
+
+    def push(self, gradients: OutgoingPush) -> None:
         """Send the gradients of this step, and return at once; they must not change any more.
 
         Raises:
@@ -152,7 +171,7 @@ class ServersClient:
         """
         if self.failure is not None:
             raise self.failure
-        self._command("push", {"gradients": gradients, "options": options})
+        self._command("push", gradients)
 
     def leave(self) -> bool:
         """Do no further step; return whether the servers have all of this rank's on disk."""
@@ -172,7 +191,12 @@ class ServersClient:
         self._commands.append((name, words))
         self._poll.wake()
 
-    def _await(self) -> PulledRows:
+    def answer(self) -> PulledRows:
+        """Return the answer to the oldest `ask`.
+
+        Raises:
+            MsrunError: As `pull`.
+        """
         has_told = False
         since = Loop.now()
         while True:
@@ -259,17 +283,29 @@ class ServersClient:
             if connection.changed():
                 (self._broken.discard if connection.is_up else self._broken.add)(server)
                 if connection.is_up:
+                    self._share(server)
                     self._feed(Reconnected(server))
         if self._broken:
             self._book.search()
 
+    def _share(self, server: int) -> None:
+        if offer := self._near.offer(server):
+            self._post((SERVER, server), offer)
+
     def _receive(self, server: int) -> None:
         for parts in self._connections[server].receive():
             try:
-                packet, payload = decode(parts)
+                packet, payload = decode(parts, self._near.regions)
             except ProtocolError:
                 continue
             plan, word = self._plan, packet.word
+            if isinstance(word, Shared) and word.token:
+                if answer := self._near.hear(server, word):
+                    self._post((SERVER, server), answer)
+                continue
+            if payload is NOT_HERE or isinstance(word, Shared):
+                self._share(server)
+                continue
             if plan is None or packet.session != plan.session:
                 continue
             self._heard[server] = Loop.now()
@@ -366,8 +402,7 @@ class ServersClient:
         match action:
             case SendMessage(to=to, message=message, payload=payload):
                 if isinstance(message, Pull | Push):
-                    divide = _divided_push if isinstance(message, Push) else _divided_ask
-                    payload = self._part(machine, payload, actor_of(to)[1], divide)
+                    payload = self._part(machine, payload, actor_of(to)[1])
                 self._post(actor_of(to), message, payload)  # type: ignore[arg-type]
                 if isinstance(message, AskOwnership):  # something was silent
                     self._book.search()
@@ -382,11 +417,14 @@ class ServersClient:
             case WorkerLeft():
                 self._has_left.set()
 
-    def _part(self, machine: WorkerState, payload: Any, server: int, divide: _Divide) -> Any:
+    def _part(self, machine: WorkerState, payload: Any, server: int) -> Any:
         """Return what of a pull or a push is for one server."""
+        owners = machine.ownership.owners if machine.ownership else {}
+        if isinstance(payload, OutgoingPush):
+            return payload.part(server, machine.epoch, owners)
         known, epoch, parts = self._split
         if known is not payload or epoch != machine.epoch:
-            parts = divide(payload, machine.ownership.owners if machine.ownership else {})
+            parts = _divided_ask(payload, owners)
             self._split = (payload, machine.epoch, parts)
         return parts.get(server, {})
 
@@ -395,7 +433,9 @@ class ServersClient:
         connection = self._connections.get(0 if kind == HEAD else number)
         session = self._plan.session if self._plan else ""
         packet = Packet(session=session, sender=(RANK, self._rank), target=to, word=word)
-        return connection is not None and connection.send(encode(packet, payload))
+        if connection is None:
+            return False
+        return connection.send(encode(packet, payload, self._near.region_for(number)))
 
 
 def _divided_ask(ask: Mapping[str, Any], owners: Owners) -> dict[int, dict[str, Any]]:
@@ -404,22 +444,11 @@ def _divided_ask(ask: Mapping[str, Any], owners: Owners) -> dict[int, dict[str, 
         if isinstance(ids, Tensor):
             for server, places in places_by_server(ids, owners[table]).items():
                 parts.setdefault(server, {})[table] = ids[places]
+        elif isinstance(ids, list):
+            for server, places in places_by_server(ids[0], owners[table]).items():
+                if len(places):
+                    parts.setdefault(server, {})[table] = [each[places] for each in ids]
         else:
             for server in set(owners[table]):
                 parts.setdefault(server, {})[table] = ids
     return parts
-
-
-def _divided_push(push: Mapping[str, Any], owners: Owners) -> dict[int, dict[str, Any]]:
-    servers = {server for each in owners.values() for server in each}
-    parts: dict[int, dict[str, Any]] = {server: {} for server in servers}
-    for table, gradient in push["gradients"].items():
-        if isinstance(gradient, RowGradients):
-            for server, part in split_gradients(gradient, owners[table]).items():
-                parts[server][table] = [part.ids, part.values, part.is_sparse]
-            continue
-        count = len(owners[table])
-        for index, server in enumerate(owners[table]):
-            parts[server].setdefault(table, {})[index] = gradient[index::count]
-    options = push["options"]
-    return {server: {"gradients": part, "options": options} for server, part in parts.items()}

@@ -16,7 +16,7 @@ import signal
 import sys
 import tempfile
 from collections import deque
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -38,7 +38,7 @@ from msrun.cluster.servers.events import (
     ServerAction,
     ServerEvent,
 )
-from msrun.cluster.servers.messages import Adopt, Header
+from msrun.cluster.servers.messages import Adopt, Header, Rows
 from msrun.cluster.servers.ownership import Slice
 from msrun.cluster.servers.server import ServerState
 from msrun.cluster.tick import Tick
@@ -54,18 +54,24 @@ from msrun.parallel.servers.rows import (
     SliceState,
     WorkerPush,
 )
+from msrun.parallel.servers.shared_memory import SharedRegion
+from msrun.parallel.servers.sharing import NearRanks
 from msrun.parallel.servers.wire import (
     HEAD,
+    NOT_HERE,
     RANK,
     SERVER,
     Actor,
     Begin,
     Begun,
+    CanRead,
     FirstContents,
     Hail,
     Packet,
     SessionPlan,
     Setup,
+    Share,
+    Shared,
     WantContents,
     actor_of,
     decode,
@@ -78,6 +84,8 @@ from msrun.transport.sockets import listen
 # What a pull asks of a table beside rows by their numbers: all rows, and with them the state.
 WHOLE = "whole"
 STATE = "state"
+# As `WHOLE`, until the rank's next pull: on one node it may be the live rows of a sync server.
+LENT = "lent"
 _MEET_SECONDS = 0.3
 
 
@@ -101,6 +109,7 @@ class ServerSession:
         life: Of the process.
         plan: Of the session.
         disk: Of the server.
+        near: The ranks that share memory with it.
         send: Sends a word and a payload to an actor.
     """
 
@@ -110,9 +119,12 @@ class ServerSession:
         life: int,
         plan: SessionPlan,
         disk: ServerDisk,
+        *,
+        near: NearRanks,
         send: Callable[[Actor, Header, Any], None],
     ) -> None:
         self.plan = plan
+        self._near = near
         self._server = server
         self._disk = disk
         self._send = send
@@ -175,9 +187,9 @@ class ServerSession:
             case SendMessage(to=to, message=message, payload=payload):
                 self._send(actor_of(to), message, payload)
             case SendRows(message=message, ask=ask):
-                self._send((RANK, message.worker), message, self._read(ask))
-            case ApplyStep(pushes=pushes):
-                self._rows.apply([push_of(payload) for _, payload in pushes])  # type: ignore[arg-type]
+                self._send((RANK, message.worker), message, self._read(message, ask))
+            case ApplyStep(version=version, pushes=pushes):
+                self._apply(version, pushes)
             case SaveSnapshot(snapshot=snapshot):
                 self._disk.save(snapshot, self._rows.here())
                 self._events.append(Saved(snapshot.epoch, snapshot.version))
@@ -194,6 +206,12 @@ class ServerSession:
             case AssembleSlices():
                 self._assemble(action)
 
+    def _apply(self, version: int, pushes: Sequence[tuple[int, Any]]) -> None:
+        given = {rank: push_of(payload) for rank, payload in pushes}
+        self._rows.apply(list(given.values()))
+        for rank, push in given.items():
+            self._rows.note(rank, push, version)
+
     def _assemble(self, action: AssembleSlices) -> None:
         if action.base is None:
             found = self._first
@@ -204,19 +222,41 @@ class ServerSession:
         self._rows.replace({piece: found[piece] for piece in owned})
         self._kept, self._first = {}, {}
 
-    def _read(self, ask: Any) -> dict[str, Any]:
+    def _read(self, message: Rows, ask: Any) -> dict[str, Any]:
         """Return what a pull asks for."""
         rows: dict[str, Any] = {}
+        lent: list[torch.Tensor] = []
+        region = self._near.memory_for(message.worker)
         for table, ids in (ask or {}).items():
             if isinstance(ids, torch.Tensor):
-                rows[table] = self._rows.read(table, ids)
-                continue
-            here = self._rows.here(table)
-            rows[table] = {
-                piece.index: [at_rest.rows, at_rest.state] if ids == STATE else at_rest.rows
-                for piece, at_rest in here.items()
-            }
+                found = self._rows.read(table, ids, region.empty if region else None)
+                rows[table] = found
+                lent.append(found)
+            elif isinstance(ids, list):
+                rows[table] = self._changed(message, table, ids, region)
+                lent.append(rows[table][2])
+            elif ids == LENT and region:
+                is_live = self.plan.rules.is_sync
+                pieces = self._rows.lend(table, region.empty, is_live=is_live)
+                rows[table] = {piece.index: each for piece, each in pieces.items()}
+                lent.extend(pieces.values())
+            else:
+                rows[table] = {
+                    piece.index: [at_rest.rows, at_rest.state] if ids == STATE else at_rest.rows
+                    for piece, at_rest in self._rows.here(table).items()
+                }
+        self._near.lend(message.worker, message.part, lent if region else [])
         return rows
+
+    def _changed(
+        self, message: Rows, table: str, ask: list[torch.Tensor], region: SharedRegion | None
+    ) -> list[Any]:
+        """Return which rows a rank's cache has as they are, and the others with their state."""
+        ids, versions = ask
+        fresh = self._rows.are_fresh(table, message.worker, ids, versions, message.version)
+        changed = ids[~fresh]
+        rows = self._rows.read(table, changed, region.empty if region else None)
+        return [message.version, fresh, rows, *self._rows.read_state(table, changed)]
 
 
 class ServerProcess:
@@ -245,6 +285,7 @@ class ServerProcess:
         loop.watch(self._listener.socket, self._receive)
         if self._listener.gate:
             self._listener.gate.serve(loop)
+        self._near = NearRanks()
         self._routes: dict[Actor, bytes] = {}
         self._connections: dict[int, DataConnection] = {}
         self._session: ServerSession | None = None
@@ -323,11 +364,17 @@ class ServerProcess:
     def _receive(self) -> None:
         for route, parts in self._listener.receive():
             try:
-                packet, payload = decode(parts)
+                packet, payload = decode(parts, self._near.regions)
             except ProtocolError:
                 continue
             self._routes[packet.sender] = route
-            self._deliver(packet, payload)
+            if payload is NOT_HERE:
+                self._send(packet.sender, Shared(token=""))
+            elif isinstance(packet.word, Share | CanRead):
+                if answer := self._near.hear(packet.sender, route, packet.word):
+                    self._send(packet.sender, answer)
+            else:
+                self._deliver(packet, payload)
         self._settle()
 
     def _deliver(self, packet: Packet, payload: Any) -> None:
@@ -357,7 +404,10 @@ class ServerProcess:
             session.feed(Arrived(word, payload), now)  # type: ignore[arg-type]
 
     def _begin(self, plan: SessionPlan) -> None:
-        self._session = ServerSession(self._place.server, self._life, plan, self._disk, self._send)
+        self._near.end_session()
+        self._session = ServerSession(
+            self._place.server, self._life, plan, self._disk, near=self._near, send=self._send
+        )
         self._session.feed(Tick(), self._loop.now())
 
     def _send_of_head(self, to: Actor, word: Header, session: str) -> None:
@@ -374,7 +424,8 @@ class ServerProcess:
         kind, number = packet.target
         if kind == RANK:
             if route := self._routes.get(packet.target):
-                self._listener.send(route, encode(packet, payload))
+                region = self._near.region_for(packet.target, route)
+                self._listener.send(route, encode(packet, payload, region))
             return
         number = 0 if kind == HEAD else number
         if number == self._place.server:  # nothing on the way to oneself is lost

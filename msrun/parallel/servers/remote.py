@@ -37,9 +37,11 @@ from msrun.parallel.config import DATA_AXIS, ROOT, ParallelConfig
 from msrun.parallel.layout import MeshLayout
 from msrun.parallel.match import matching
 from msrun.parallel.rank_context import RankContext
+from msrun.parallel.servers.caching.cached_tables import CachedTables
 from msrun.parallel.servers.client import PulledRows, ServersClient
 from msrun.parallel.servers.contents import cut_state, joined, slices_for
 from msrun.parallel.servers.lookups import RowsOf, look_up, look_up_bags
+from msrun.parallel.servers.outgoing import OutgoingPush, outgoing
 from msrun.parallel.servers.recipe import options_of, recipe_of, try_recipe
 from msrun.parallel.servers.routing import places_by_server
 from msrun.parallel.servers.rows import RowGradients
@@ -47,8 +49,10 @@ from msrun.parallel.servers.wire import SessionPlan
 from msrun.transport.data_sockets import FRAME_BYTES_MAX
 
 KEY = f"{ROOT}.servers"
+# What to ask for of whole parameters: see `process`.
 WHOLE = "whole"
 STATE = "state"
+LENT = "lent"
 # Bytes a second that a slow network moves: what takes longer is not asked for again.
 _SLOW = 200e6
 
@@ -130,6 +134,13 @@ class RemoteParameter:
             nothing = torch.full((), torch.nan, dtype=self.dtype, device=self.device)
             self.parameter.data = nothing.expand(self.shape)
 
+    def renew(self, slices: Mapping[int, Tensor]) -> None:
+        """Have the values of these slices, in the memory that is there."""
+        here = self.parameter.data
+        rows = here if here.dim() else here.view(1)
+        for index, piece in slices.items():
+            rows[index :: self.table.slices].copy_(piece)
+
     def fill(self, whole: Tensor) -> None:
         """Have these values, in the memory that is there."""
         whole = whole.reshape(self.shape)
@@ -184,6 +195,7 @@ class RemoteParameters:
         names = matching(self._settings.params, [n for n, _ in model.named_parameters()], KEY)
         self._all = _remote_parameters(model, names)
         self._by_parameter = {each.parameter: each for each in self._all}
+        self._cached = self._caches()
         self._optimizer: weakref.ref[torch.optim.Optimizer] | None = None
         self._client: ServersClient | None = None
         self._sessions = 0
@@ -203,6 +215,17 @@ class RemoteParameters:
             register_optimizer_step_pre_hook(self._before_step),
             register_optimizer_step_post_hook(self._after_step),
         ]
+
+    def _caches(self) -> CachedTables | None:
+        cache, tables = self._settings.cache, [each for each in self._all if each.is_table]
+        if cache and not tables:
+            raise ConfigError(f"{KEY}.cache: servers have no table that is only looked up")
+        return CachedTables(cache.rows, tables) if cache else None
+
+    def announce(self, batch: object, following: object) -> None:
+        """Take note of the batch that a loader gives now, and of the one after it."""
+        if self._cached:
+            self._cached.announce(batch, following)
 
     # The optimizer.
 
@@ -248,7 +271,10 @@ class RemoteParameters:
                 raise UsageError(f"{KEY}: this rank has left the servers")
             if master is None:
                 raise UsageError(f"{KEY}: MASTER_ADDR and MASTER_PORT name no store of this job")
-            self._client = ServersClient(place, master, self._context.rank)
+            shares = self._settings.shared_memory
+            self._client = ServersClient(place, master, self._context.rank, shares=shares)
+        if self._cached:
+            self._cached.settle(self._client)
         return self._client
 
     def _begin(self) -> None:
@@ -284,6 +310,8 @@ class RemoteParameters:
         client = self._servers()
         client.begin(plan, supply)
         client.pull({})  # all servers have it on disk
+        if self._cached:
+            self._cached.begin(plan.recipe)
         self._release()
 
     def _release(self) -> None:
@@ -313,7 +341,8 @@ class RemoteParameters:
         # In async training each gradient is a step of its own.
         is_mean = self._config.reduce.op == "mean" and self._settings.staleness == 0
         scale = 1 / self._context.layout.size(DATA_AXIS) if is_mean else 1.0
-        gradients: dict[str, Any] = {}
+        client = self._servers()
+        gradients: dict[str, RowGradients | dict[int, Tensor]] = {}
         options: dict[str, Any] = {}
         for group in optimizer.param_groups:
             of_group: dict[str, Any] | None = None
@@ -325,17 +354,19 @@ class RemoteParameters:
                 options[each.name] = of_group
                 gradient, parameter.grad = parameter.grad, None
                 if gradient is not None:
-                    gradients[each.name] = _outgoing(each, gradient, scale)
-        self._servers().push(gradients, options)
+                    gradients[each.name] = outgoing(each, gradient, scale, client.empty)
+        client.push(OutgoingPush(dict(gradients), options, client.empty))
+        if self._cached:
+            self._cached.step(gradients, options)
 
     def _after_step(self, optimizer: torch.optim.Optimizer, *_: object) -> None:
         if self._is_closed or not self._is_mine(optimizer):
             return
         copies = [each for each in self._all if not each.is_table]
         if copies:
-            pulled = self._servers().pull({each.name: WHOLE for each in copies})
+            pulled = self._servers().pull({each.name: LENT for each in copies})
             for each in copies:
-                each.fill(joined(pulled.slices(each.name), each.table.slices))
+                each.renew(pulled.slices(each.name))
 
     def rows(self, remote: RemoteParameter, ids: Tensor) -> Tensor:
         """Return rows of a table, for a forward pass: `ids` are distinct and ascending."""
@@ -345,10 +376,12 @@ class RemoteParameters:
         if len(ids) * remote.row_bytes > FRAME_BYTES_MAX:
             text = f"{KEY}: a batch uses {len(ids)} rows of {remote.name}"
             raise ModelError(text, hint=f"a message has at most {FRAME_BYTES_MAX} bytes")
-        rows = torch.zeros((max(1, len(ids)), *remote.shape[1:]), dtype=remote.dtype)
-        if len(ids):
-            pulled = self._servers().pull({remote.name: ids})
-            _place(rows, ids, pulled, remote.name)
+        if not len(ids):
+            rows = torch.zeros((1, *remote.shape[1:]), dtype=remote.dtype)
+        elif self._cached:
+            rows = self._cached.pull(self._servers(), remote.name, ids)
+        else:
+            rows = _placed(ids, self._servers().pull({remote.name: ids}), remote)
         found: Tensor = RowsOf.apply(weight, rows.to(remote.device), ids)  # type: ignore[no-untyped-call, unused-ignore]
         return found
 
@@ -437,28 +470,13 @@ class RemoteParameters:
         client.close()
 
 
-def _outgoing(each: RemoteParameter, gradient: Tensor, scale: float) -> RowGradients | Tensor:
-    """Return a gradient as it is pushed."""
-    if not each.is_table:
-        gradient = gradient.to_dense() if gradient.is_sparse else gradient
-        rows = gradient.reshape(1) if gradient.dim() == 0 else gradient
-        return (rows * scale).to(each.dtype).cpu()
-    if not gradient.is_sparse:
-        raise ModelError(
-            f"{KEY}: {each.name} was used beside its lookups, and a rank has those rows alone",
-            hint="keep it out of the patterns, or look it up alone",
-        )
-    gradient = gradient.coalesce()
-    return RowGradients(
-        ids=gradient.indices()[0].cpu(),
-        values=(gradient.values() * scale).cpu(),
-        is_sparse=each.is_sparse,
-    )
-
-
-@torch.no_grad()
-def _place(rows: Tensor, ids: Tensor, pulled: PulledRows, table: str) -> None:
-    parts = pulled.rows(table)
-    for server, places in places_by_server(ids, pulled.owners[table]).items():
-        if len(places):
+def _placed(ids: Tensor, pulled: PulledRows, remote: RemoteParameter) -> Tensor:
+    """Return pulled rows in the order of `ids`, in memory of this rank."""
+    parts = pulled.rows(remote.name)
+    if len(parts) == 1:
+        return next(iter(parts.values())).clone()
+    rows = torch.empty((len(ids), *remote.shape[1:]), dtype=remote.dtype)
+    for server, places in places_by_server(ids, pulled.owners[remote.name]).items():
+        if server in parts:
             rows[places] = parts[server]
+    return rows

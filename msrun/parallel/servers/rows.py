@@ -8,7 +8,7 @@ optimizer would see the table.
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
 
 import torch
@@ -16,9 +16,12 @@ from torch import Tensor, nn
 
 from msrun.cluster.servers.ownership import Slice
 from msrun.parallel.servers.recipe import Recipe, Value, build_optimizer
+from msrun.parallel.servers.touches import Touches
 
 # Places in a slice and their gradients; None for all of its rows.
 _Part = tuple[Tensor | None, Tensor]
+# Makes a tensor of a shape and type.
+Empty = Callable[[Sequence[int], torch.dtype], Tensor]
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -106,6 +109,10 @@ class ServerRows:
         self._counts = dict(slices)
         self._recipe = recipe
         self._live: dict[Slice, _Live] = {}
+        # Table -> who used its rows, where ranks have caches.
+        self._touches: dict[str, Touches] = {}
+        # Those whose rows are in shared memory.
+        self._near: dict[Slice, Tensor] = {}
 
     @property
     def nbytes(self) -> int:
@@ -120,6 +127,7 @@ class ServerRows:
     def replace(self, contents: Mapping[Slice, SliceState]) -> None:
         """Own these slices, and no other."""
         self._live = {piece: self._revive(piece, state) for piece, state in contents.items()}
+        self._near, self._touches = {}, {}
 
     def _revive(self, piece: Slice, at_rest: SliceState) -> _Live:
         parameter = nn.Parameter(at_rest.rows.clone())
@@ -141,16 +149,65 @@ class ServerRows:
             if table is None or piece.table == table
         }
 
-    def read(self, table: str, ids: Tensor) -> Tensor:
+    def lend(self, table: str, empty: Empty, *, is_live: bool) -> dict[Slice, Tensor]:
+        """Return the rows of a table in memory that `empty` makes: the live ones, or copies."""
+        found = {}
+        for piece, live in self._pieces(table).items():
+            rows = self._near.get(piece)
+            if rows is None or not is_live:
+                rows = empty(live.parameter.shape, live.parameter.dtype)
+                rows.copy_(live.parameter.detach())
+            if is_live:
+                self._near[piece] = live.parameter.data = rows
+            found[piece] = rows
+        return found
+
+    def read(self, table: str, ids: Tensor, empty: Empty | None = None) -> Tensor:
         """Return rows of a table by their numbers in it, all of which are here."""
         count = self._counts[table]
         pieces = self._pieces(table)
         first = next(iter(pieces.values())).parameter
-        found = first.new_empty((len(ids), *first.shape[1:]), requires_grad=False)
+        found = (empty or _empty)((len(ids), *first.shape[1:]), first.dtype)
+        if count == 1:
+            torch.index_select(first.detach(), 0, ids, out=found)
+            return found
         for piece, live in pieces.items():
             places = (ids % count == piece.index).nonzero().flatten()
             found[places] = live.parameter.detach()[ids[places] // count]
         return found
+
+    def read_state(self, table: str, ids: Tensor) -> tuple[dict[str, Tensor], dict[str, object]]:
+        """Return the optimizer's state of rows, and what it has of the whole table."""
+        count = self._counts[table]
+        state: dict[str, Tensor] = {}
+        of_all: dict[str, object] = {}
+        for piece, live in self._pieces(table).items():
+            places = (ids % count == piece.index).nonzero().flatten()
+            for name, value in live.here().state.items():
+                if not isinstance(value, Tensor) or value.shape != live.parameter.shape:
+                    of_all[name] = value
+                    continue
+                if name not in state:
+                    state[name] = value.new_empty((len(ids), *value.shape[1:]))
+                state[name][places] = value[ids[places] // count]
+        return state, of_all
+
+    def are_fresh(
+        self, table: str, rank: int, ids: Tensor, versions: Tensor, version: int
+    ) -> Tensor:
+        """Return of which rows no other rank had a gradient since `versions`."""
+        if table not in self._touches:
+            pieces = [live.parameter for live in self._pieces(table).values()]
+            rows, nbytes = sum(map(len, pieces)), sum(each.nbytes for each in pieces)
+            self._touches[table] = Touches(rows, nbytes, version)
+        return self._touches[table].are_fresh(rank, ids, versions)
+
+    def note(self, rank: int, push: WorkerPush, version: int) -> None:
+        """Note what a rank has used in the step from `version` on."""
+        for table, touches in self._touches.items():
+            gradients = push.gradients.get(table)
+            if isinstance(gradients, RowGradients):
+                touches.note(rank, gradients.ids, version)
 
     def _pieces(self, table: str) -> dict[Slice, _Live]:
         return {piece: live for piece, live in self._live.items() if piece.table == table}
@@ -165,7 +222,7 @@ class ServerRows:
             for piece, live in self._pieces(table).items():
                 mine = [self._part(piece, part) for part in parts]
                 is_sparse = all(part.is_sparse for part in parts)
-                live.parameter.grad = _added(live.parameter, mine, is_sparse=is_sparse)
+                live.parameter.grad = added(live.parameter, mine, is_sparse=is_sparse)
                 live.optimizer.param_groups[0].update(options)
                 live.optimizer.step()
                 live.parameter.grad = None
@@ -179,8 +236,21 @@ class ServerRows:
         return part.ids[is_here] // count, part.values[is_here]
 
 
-def _added(parameter: nn.Parameter, parts: Iterable[_Part], *, is_sparse: bool) -> Tensor:
+def _empty(shape: Sequence[int], dtype: torch.dtype) -> Tensor:
+    return torch.empty(tuple(shape), dtype=dtype)
+
+
+def added(parameter: nn.Parameter, parts: Iterable[_Part], *, is_sparse: bool) -> Tensor:
+    """Return the sum of gradients; of one worker's whole slice, its own memory."""
     parts = list(parts)
+    wholes = [values.to(parameter.dtype) for places, values in parts if places is None]
+    if len(wholes) == len(parts):
+        if len(wholes) == 1:
+            return wholes[0]
+        total = torch.add(wholes[0], wholes[1])
+        for values in wholes[2:]:
+            total.add_(values)
+        return total
     if not is_sparse:
         dense = torch.zeros_like(parameter, requires_grad=False)
         for places, values in parts:

@@ -2,7 +2,8 @@
 
 A payload is a tree of mappings, lists and plain values whose leaves may be tensors.  In the head a
 tensor is its type and shape; its bytes are a frame of their own.  Nothing is ever unpickled, and
-what does not fit together is dropped by whoever receives it.
+what does not fit together is dropped by whoever receives it.  Between processes of one node a
+tensor in shared memory (`shared_memory.py`) is its place there, and has no frame.
 """
 
 from __future__ import annotations
@@ -20,6 +21,7 @@ from msrun.cluster.servers.messages import Header, Message
 from msrun.cluster.servers.ownership import Table
 from msrun.errors import ProtocolError
 from msrun.parallel.servers.recipe import Recipe
+from msrun.parallel.servers.shared_memory import SHARED_BYTES_MIN, Offer, PeerRegion, SharedRegion
 from msrun.transport.data_sockets import Buffer
 
 RANK = "rank"
@@ -28,6 +30,7 @@ HEAD = "head"
 
 Actor = tuple[str, int]
 _MARK = "$"
+_SHARED_MARK = "@"
 # Smaller tensors are copied on arrival: their frames lie wherever in a buffer that many share.
 _SHARED_BYTES_MAX = 16 << 10
 _TYPES = {
@@ -97,13 +100,33 @@ class FirstContents(Header, frozen=True, tag=True, kw_only=True, forbid_unknown_
     """A rank answers with contents: table -> number of the slice -> rows and state."""
 
 
+class Share(Header, frozen=True, tag=True, kw_only=True, forbid_unknown_fields=True):
+    """A rank offers its shared memory to a server, which says nothing if it cannot have it."""
+
+    offer: Offer
+
+
+class Shared(Header, frozen=True, tag=True, kw_only=True, forbid_unknown_fields=True):
+    """A server has the region of `token`, and offers its own; without a token it has none."""
+
+    token: str
+    offer: Offer | None = None
+
+
+class CanRead(Header, frozen=True, tag=True, kw_only=True, forbid_unknown_fields=True):
+    """A rank has the region of `token`, which is the server's."""
+
+    token: str
+
+
 class JobEnds(Header, frozen=True, tag=True, kw_only=True, forbid_unknown_fields=True):
     """Servers cannot go on, and why."""
 
     reason: str
 
 
-Word = Message | Setup | Begin | Begun | Hail | WantContents | FirstContents | JobEnds
+Sharing = Share | Shared | CanRead
+Word = Message | Setup | Begin | Begun | Hail | WantContents | FirstContents | JobEnds | Sharing
 
 
 class Packet(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
@@ -124,28 +147,47 @@ class Packet(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=Tr
     payload: Any = None
 
 
+class _NoRegionError(Exception):
+    """A tensor is in shared memory that is not here."""
+
+
 _encoder = msgspec.msgpack.Encoder()
 _decoder = msgspec.msgpack.Decoder(Packet)
 
 
-def encode(packet: Packet, payload: object = None) -> list[Buffer]:
-    """Return the frames of a message."""
+# Stands for a payload whose tensors are in shared memory that its receiver does not have.
+NOT_HERE = object()
+
+
+def encode(
+    packet: Packet, payload: object = None, region: SharedRegion | None = None
+) -> list[Buffer]:
+    """Return the frames of a message; `region` is the one that its receiver can read."""
     buffers: list[Buffer] = []
-    plain = _packed(payload, buffers)
+    plain = _packed(payload, buffers, region)
     return [_encoder.encode(msgspec.structs.replace(packet, payload=plain)), *buffers]
 
 
-def decode(parts: Sequence[Buffer]) -> tuple[Packet, Any]:
-    """Return a message and its payload.
+def decode(
+    parts: Sequence[Buffer], regions: Mapping[Actor, PeerRegion] | None = None
+) -> tuple[Packet, Any]:
+    """Return a message and its payload, or `NOT_HERE`.
+
+    Args:
+        parts: Its frames.
+        regions: The shared memory of those who may have sent it.
 
     Raises:
-        ProtocolError: It is none.
+        ProtocolError: It is no message.
     """
     try:
         packet = _decoder.decode(parts[0])
         left = iter(parts[1:])
-        payload = _unpacked(packet.payload, left)
+        region = regions.get(packet.sender) if regions else None
+        payload = _unpacked(packet.payload, left, region)
         is_whole = next(left, None) is None
+    except _NoRegionError:
+        return packet, NOT_HERE
     except (ValueError, TypeError, KeyError, StopIteration, RuntimeError, RecursionError) as error:
         text = f"no message of parameter servers: {error}"
         raise ProtocolError(text) from None
@@ -163,27 +205,37 @@ def bytes_of(tensor: Tensor) -> memoryview:
 def pack(tree: object) -> tuple[bytes, list[Buffer]]:
     """Return a tree without its tensors, and their bytes."""
     buffers: list[Buffer] = []
-    return _encoder.encode(_packed(tree, buffers)), buffers
+    return _encoder.encode(_packed(tree, buffers, None)), buffers
 
 
-def _packed(tree: Any, buffers: list[Buffer]) -> Any:
+def _packed(tree: Any, buffers: list[Buffer], region: SharedRegion | None) -> Any:
     if isinstance(tree, Tensor):
+        kind = [str(tree.dtype).partition(".")[2], *tree.shape]
+        if region and tree.nbytes >= SHARED_BYTES_MIN:
+            place = region.place(tree)
+            if place is not None:
+                return {_SHARED_MARK: [place, *kind]}
         buffers.append(bytes_of(tree))
-        return {_MARK: [str(tree.dtype).partition(".")[2], *tree.shape]}
+        return {_MARK: kind}
     if isinstance(tree, Mapping):
-        return {key: _packed(value, buffers) for key, value in tree.items()}
+        return {key: _packed(value, buffers, region) for key, value in tree.items()}
     if isinstance(tree, list | tuple):
-        return [_packed(value, buffers) for value in tree]
+        return [_packed(value, buffers, region) for value in tree]
     return tree
 
 
-def _unpacked(tree: Any, left: Iterator[Buffer]) -> Any:
+def _unpacked(tree: Any, left: Iterator[Buffer], region: PeerRegion | None = None) -> Any:
     if isinstance(tree, dict):
         if _MARK in tree:
             return _tensor(tree[_MARK], next(left))
-        return {key: _unpacked(value, left) for key, value in tree.items()}
+        if _SHARED_MARK in tree:
+            if region is None:
+                raise _NoRegionError
+            place, kind, *shape = tree[_SHARED_MARK]
+            return region.tensor(place, shape, _TYPES[kind])
+        return {key: _unpacked(value, left, region) for key, value in tree.items()}
     if isinstance(tree, list):
-        return [_unpacked(value, left) for value in tree]
+        return [_unpacked(value, left, region) for value in tree]
     return tree
 
 

@@ -35,6 +35,21 @@ class ServerSnapshots(ConfigSection, frozen=True, kw_only=True):
         at_least(self, "every", 1)
 
 
+class ServerCache(ConfigSection, frozen=True, kw_only=True):
+    """A cache of the rows of tables on each rank.
+
+    Args:
+        rows: Rows of each table that a rank keeps, with the optimizer's state of them; at least 1.
+        prefetch: Fetch the rows of the next batch of `rt.loader` while this one computes.
+    """
+
+    rows: int
+    prefetch: bool = True
+
+    def __post_init__(self) -> None:
+        at_least(self, "rows", 1)
+
+
 class ServerParameters(ConfigSection, frozen=True, kw_only=True):
     """Parameters that live on parameter servers, which `msrun --server-num N` starts.
 
@@ -43,18 +58,27 @@ class ServerParameters(ConfigSection, frozen=True, kw_only=True):
             rank has the rows of its batch alone; of others a copy that each step renews.
         sync: `true` adds the gradients of all ranks before each step, as one process would.  A
             mapping with `staleness` has servers step with each gradient that comes.
+        cache: A cache of rows on each rank, with `sync: true`; None has none.
         snapshot: Snapshots of the servers.
+        shared_memory: Whether ranks and servers of one node pass tensors in shared memory; `false`
+            sends them over sockets, as between nodes.
     """
 
     params: list[str]
     sync: bool | Staleness = True
+    cache: ServerCache | None = None
     snapshot: ServerSnapshots = ServerSnapshots()
+    shared_memory: bool = True
 
     def __post_init__(self) -> None:
         if self.sync is False:
             raise ValueError("sync: false sets no bound (choose true or {staleness: N})")
         if not self.params:
             raise ValueError("params: names no parameter")
+        if self.cache and self.staleness:
+            raise ValueError(
+                "cache: with a staleness nobody knows which rows are new (leave it out)"
+            )
 
     @property
     def staleness(self) -> float:

@@ -17,7 +17,8 @@ from torch.distributed.tensor import DTensor, Partial, Replicate, Shard
 from torch.distributed.tensor.placement_types import Placement
 from torch.nn import functional
 
-from msrun.parallel.tensor.placements import on_mesh
+from msrun.parallel.tensor.placements import on_mesh, packed_axis
+from msrun.parallel.torch_compat import parts_before, strided_shard
 
 # Draws the dropped entries of a tensor: x, p, training, inplace -> result.
 Dropout = Callable[[Any, float, bool, bool], Any]
@@ -41,12 +42,15 @@ def attend(  # noqa: PLR0917 - as of torch
     On an accelerator, dropout is drawn inside of kernels, which shards cannot repeat.
     """
     placed, mesh = query.placements, query.device_mesh
-    is_apart = all(p.is_replicate() or p.is_shard(0) or p.is_shard(_HEADS) for p in placed)
-    if not is_apart or query.dim() != _DIMS or not placed == key.placements == value.placements:
+    is_apart = all(p.is_replicate() or _dim(p) in (0, _HEADS) for p in placed)
+    is_alike = placed == key.placements == value.placements
+    # The order in which a dim packs several tensors is not that of heads.
+    if not is_apart or query.dim() != _DIMS or not is_alike or packed_axis(placed) is not None:
         return None
     for tensor in (query, key, value):
-        for axis, placement in enumerate(placed):
-            if placement.is_shard() and tensor.shape[placement.dim] % mesh.size(axis):  # type: ignore[attr-defined]
+        for dim in (0, _HEADS):
+            on_dim = [axis for axis, p in enumerate(placed) if _dim(p) == dim]
+            if tensor.shape[dim] % math.prod(map(mesh.size, on_dim)):
                 return None
     if dropout_p and (query.device.type != "cpu" or query.dtype != torch.float32):
         return None
@@ -77,11 +81,18 @@ def _local_mask(mask: DTensor, query: DTensor) -> Tensor:
             continue
         dim = placement.dim - offset  # type: ignore[attr-defined]
         is_alike = dim >= 0 and mask.shape[dim] > 1
-        wanted.append(Shard(dim) if is_alike else Replicate())
-        gradients.append(Shard(dim) if is_alike else Partial())
+        parts = parts_before(placement) or 1
+        own = strided_shard(dim, parts) if parts > 1 else Shard(dim)
+        wanted.append(own if is_alike else Replicate())
+        gradients.append(own if is_alike else Partial())
     placed = mask.redistribute(mask.device_mesh, wanted)
     local: Tensor = placed.to_local(grad_placements=gradients)
     return local
+
+
+def _dim(placement: Placement) -> int | None:
+    """Return the dim that `placement` shards; None if it shards none."""
+    return None if parts_before(placement) is None else int(placement.dim)  # type: ignore[attr-defined]
 
 
 def _weights(

@@ -45,6 +45,7 @@ def describe_modules(model: nn.Module) -> dict[str, ModuleShape]:
             },
             adapters=_adapters(module),
             computed=_computed(module),
+            has_own_forward=_has_own_forward(module),
         )
     return shapes
 
@@ -64,6 +65,14 @@ def _base(module: nn.Module, params: dict[str, tuple[int, ...]]) -> str:
     if type(module).__name__ == "Conv1D" and len(weight) == _MATRIX_DIMS and columns == weight[1]:
         return "Conv1D"
     return "Experts" if _has_experts(params) else ""
+
+
+def _has_own_forward(module: nn.Module) -> bool:
+    """Return whether `module`, a subclass of those of `_BASES`, computes in a way of its own."""
+    if "forward" in vars(module):
+        return True
+    bases = (base for base in _BASES if isinstance(module, base))
+    return any(type(module).forward is not base.forward for base in bases)
 
 
 def _has_experts(params: dict[str, tuple[int, ...]]) -> bool:

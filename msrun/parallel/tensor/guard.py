@@ -15,8 +15,8 @@ The idea.  Activations stay `DTensor`s, and while model, loss and recomputation 
   `tests/torch/tensor/test_guard.py` compares each entry with one process for every sharding,
   gradients included.
 - `INSPECTING` functions say something about a tensor and compute nothing: they pass.
-- Attention (by heads), dropout (the mask of one process), embedding, cross entropy and `copy_` have
-  an implementation here.
+- Attention (by heads), norms over a sharded dim, dropout (the mask of one process), embedding,
+  cross entropy and `copy_` have an implementation here.
 - Any other function gets replicated, plain tensors: right, if slow, with one warning a function.
   One that writes its argument runs on a gathered copy, which is written back to the shards.
 
@@ -57,7 +57,7 @@ from torch.overrides import TorchFunctionMode
 from msrun.errors import ModelError
 from msrun.parallel import torch_compat
 from msrun.parallel.config import ROOT
-from msrun.parallel.tensor import along, channels, labels, shard_functions
+from msrun.parallel.tensor import along, channels, labels, shard_functions, sharded_norms
 from msrun.parallel.tensor.attention import attend
 from msrun.parallel.tensor.placements import on_mesh
 
@@ -155,6 +155,8 @@ class Guard(TorchFunctionMode):
             functional.cross_entropy: self._cross_entropy,
             functional.embedding: self._embed,
             Tensor.copy_: self._copy,
+            functional.layer_norm: partial(self._normalize, sharded_norms.layer_norm),
+            functional.rms_norm: partial(self._normalize, sharded_norms.rms_norm),
         }
         return found | {func: partial(self._run_each_shard, func) for func in _ON_SHARDS}
 
@@ -264,6 +266,8 @@ class Guard(TorchFunctionMode):
         if isinstance(value, DTensor):
             return value
         if isinstance(value, Tensor):
+            if refuse := getattr(value, "refuse_values", None):  # it has rows of a table alone
+                refuse("a function")
             return on_mesh(value, self._mesh, self._replicated)
         if isinstance(value, _SEQUENCES) and _dtensors(value):
             return type(value)(map(self._as_dtensor, value))
@@ -365,6 +369,17 @@ class Guard(TorchFunctionMode):
         function = functional.scaled_dot_product_attention
         return self._run_replicated(function, function.__name__, args, options)
 
+    def _normalize(self, on_parts: Function, *args: Any, **options: Any) -> Any:
+        """Run a norm over a sharded last dim on shards; elsewhere as torch does."""
+        output = on_parts(*args, **options)
+        if output is not None:
+            return output
+        name = on_parts.__name__
+        function = getattr(functional, name)
+        if name in VERIFIED:
+            return self._run_on_shards(function, name, args, options)
+        return self._run_replicated(function, name, args, options)
+
     def _run_each_shard(self, func: Function, *args: Any, **options: Any) -> Any:
         """Run a function of `shard_functions` on shards; elsewhere as torch does, or whole."""
         name = func.__name__
@@ -414,7 +429,7 @@ class Guard(TorchFunctionMode):
         )
         function = functional.cross_entropy
         axes = [axis for axis, p in enumerate(logits.placements) if p.is_shard()]
-        is_on_axis = len(axes) == 1 or logits.device_mesh.ndim == 1
+        is_on_axis = len(axes) == 1
         # Elsewhere the backward pass would run outside of torch's context, which it needs.
         is_guarded = self.has_loss or not torch.is_grad_enabled()
         if is_plain and is_by_class and is_on_axis and is_guarded:

@@ -56,6 +56,7 @@ from msrun.parallel import torch_compat
 from msrun.parallel.config import Dims
 from msrun.parallel.foreach.lists import support_lists
 from msrun.parallel.local import local_gradient, on_accumulation, replace_parameter
+from msrun.parallel.tensor.grids import GridProduct
 from msrun.parallel.tensor.guard import Guard
 from msrun.parallel.tensor.interleaved import Interleaved
 from msrun.parallel.tensor.local_module import make_local
@@ -97,11 +98,30 @@ def apply(model: nn.Module, plans: Mapping[str, ModulePlan], mesh: DeviceMesh) -
             out = _WantedPlacement(plan.out, mesh, f"{plan.key}.out of {name}")
             module.forward = Interleaved(name, module, plan, mesh, guard, inputs=inputs, out=out)
             continue
+        if plan.product is not None:
+            out = _WantedPlacement(plan.out, mesh, f"{plan.key}, output of {name}")
+            module.forward = GridProduct(name, module, plan.product, mesh, out)
         hooks = _Hooks(name, plan, mesh, guard)
         module.register_forward_pre_hook(hooks.before, with_kwargs=True)
         module.register_forward_hook(hooks.after)
     model.forward = _Guarded(guard, model.forward)
     return guard
+
+
+def apply_parameters(module: nn.Module, params: Mapping[str, Dims], mesh: DeviceMesh) -> None:
+    """Shard parameters of `module`, in place.
+
+    Args:
+        module: Every rank must have the same one.
+        params: Name -> axes of each dim, which `placing` accepts for its shape.
+        mesh: The mesh.
+    """
+    support_lists()
+    for name, dims in params.items():
+        owner, _, attribute = name.rpartition(".")
+        sharded = _shard(module.get_parameter(name), dims, mesh, 1)
+        setattr(module.get_submodule(owner), attribute, sharded)
+    watch(module, lambda: None)
 
 
 def _only_axis(plan: ModulePlan) -> str:
@@ -153,6 +173,11 @@ def watch(model: nn.Module, check: Callable[[], None]) -> None:
             # Frozen ones too, which may be thawed.
             on_accumulation(param, reduce_partial)
             hooks.update(earlier)
+
+
+def placing(dims: Dims, mesh: DeviceMesh, where: str) -> Callable[[Tensor], DTensor]:
+    """Return what puts a tensor in the placement that a plan wants; `where` names it in errors."""
+    return _WantedPlacement(dims, mesh, where).put
 
 
 class _Hooks:

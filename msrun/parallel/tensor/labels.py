@@ -149,21 +149,6 @@ def _index_select(func: ShardFunction, x: Any, dim: Any, index: Any) -> Any:
     return wrapped(x, func(x.to_local(), dim, index.to_local()))
 
 
-def _rms_norm(x: Any, normalized_shape: Any, weight: Any = None, eps: float | None = None) -> Any:
-    letters = string.ascii_letters[: x.dim()]
-    count = len(normalized_shape)
-    if any(dim >= x.dim() - count for dim in sharded_dims(x)):
-        return None
-    tensors, terms = [x], [letters]
-    if weight is not None:
-        tensors, terms = [x, weight], [letters, letters[-count:]]
-
-    def run(shard: Tensor, scale: Tensor | None = None) -> Tensor:
-        return functional.rms_norm(shard, normalized_shape, scale, eps)
-
-    return _run(run, tensors, terms, letters)
-
-
 def _local(value: Any) -> Any:
     return value.to_local() if isinstance(value, DTensor) else value
 
@@ -242,8 +227,6 @@ def _dim(placement: Placement) -> int:
 def _functions() -> dict[ShardFunction, ShardFunction]:
     found: dict[ShardFunction, ShardFunction] = {
         torch.einsum: _einsum,
-        functional.rms_norm: _rms_norm,
-        torch.rms_norm: _rms_norm,
     }
     for name in _ELEMENTWISE.split():
         for owner in (torch, Tensor):

@@ -16,7 +16,9 @@ from msrun.parallel.config import ROOT, UNSHARDED_DIMS, Dims, PlanRule
 from msrun.parallel.layout import EXPERT_AXIS, MeshLayout, rule_axes, style_axis
 from msrun.parallel.match import matching
 from msrun.parallel.notation.dims import ModuleDims
+from msrun.parallel.notation.grids import MATRICES, GridDims, Product, grid_dims, grid_of_layout
 from msrun.parallel.notation.rules import batch_free, notation_dims
+from msrun.parallel.settings.grids import GRID_AXES
 
 # Modules that compute each element for itself.
 _ELEMENTWISE = (
@@ -46,6 +48,7 @@ class ModuleShape(msgspec.Struct, frozen=True, kw_only=True):
         adapters: Of a LoRA layer, the names of its modules: the layer that it adapts, those of
             `lora_A`, those of `lora_B`; else None.
         computed: Parameters of its class that it computes from others (`nn.utils.parametrize`).
+        has_own_forward: Whether it computes otherwise than `base`.
     """
 
     kind: str
@@ -54,6 +57,7 @@ class ModuleShape(msgspec.Struct, frozen=True, kw_only=True):
     shared: dict[str, tuple[str, ...]] = {}
     adapters: tuple[str, tuple[str, ...], tuple[str, ...]] | None = None
     computed: tuple[str, ...] = ()
+    has_own_forward: bool = False
 
 
 class NamedRules(msgspec.Struct, frozen=True, kw_only=True):
@@ -83,6 +87,9 @@ class ModulePlan(msgspec.Struct, frozen=True, kw_only=True):
             the collectives of one run while the next computes.
         copied_dim: Dim of input and output that they cut.
         is_routed: Whether ranks have experts of the module, and tokens travel to them.
+        rows: Rows of a table that each rank of `axis` has.
+        axis: Mesh axis of `rows`.
+        product: How a product on a grid of axes is computed.
     """
 
     key: str
@@ -95,6 +102,9 @@ class ModulePlan(msgspec.Struct, frozen=True, kw_only=True):
     copies: int = 1
     copied_dim: int = 0
     is_routed: bool = False
+    rows: tuple[int, ...] = ()
+    axis: str = ""
+    product: Product | None = None
 
 
 def plan_modules(
@@ -153,7 +163,8 @@ def _parts(rule: PlanRule, name: str, module: ModuleShape) -> list[tuple[str, Pl
     With columns sharded, the small `lora_A` stays whole and `lora_B` is sharded as the layer that
     it is added to; with rows sharded it is the other way round.
     """
-    if not rule.style or rule.style == "sequence" or module.adapters is None:
+    is_alone = rule.style == "sequence" or rule.style in GRID_AXES
+    if not rule.style or is_alone or module.adapters is None:
         return [(name, rule)]
     base, first, second = module.adapters
     shared = first if rule.style == "rowwise" else second
@@ -165,21 +176,52 @@ def _parts(rule: PlanRule, name: str, module: ModuleShape) -> list[tuple[str, Pl
 def _plan(
     key: str, rule: PlanRule, layout: MeshLayout, name: str, module: ModuleShape
 ) -> ModulePlan:
+    if rule.style in GRID_AXES:
+        return _on_grid(key, str(rule.style), rule.axes, name, module)
     if rule.style:
         axis = style_axis(rule, layout)
         if axis == EXPERT_AXIS and layout.ep:
             return _routed(key, name, module)
         return _styled(key, rule, axis, f"{name or 'the model'} ({module.kind})", module)
+    if rule.rows is not None:
+        return _of_rows(key, rule, layout, name, module)
     if rule.layout:
         _check_names(f"{key}.layout.params", rule.layout.params, name, module)
     if rule.strategy or rule.layout:
-        return _from_mindspore_notation(key, rule, layout, module)
+        return _from_mindspore_notation(key, rule, layout, name, module)
     _check_names(f"{key}.params", rule.params, name, module)
     return ModulePlan(
         key=key,
         params=rule.params,
         inputs=None if rule.inputs is None else batch_free(rule.inputs, f"{key}.in"),
         out=None if rule.out is None else batch_free(rule.out, f"{key}.out"),
+    )
+
+
+def _of_rows(
+    key: str, rule: PlanRule, layout: MeshLayout, name: str, module: ModuleShape
+) -> ModulePlan:
+    """Return the plan of a table whose rows ranks divide as `rule` says."""
+    axis, rows = style_axis(rule, layout), tuple(rule.rows or ())
+    weight, shown = module.params.get("weight", ()), f"{name or 'the model'} ({module.kind})"
+    if module.base != "Embedding" and module.kind != "EmbeddingBag":
+        raise ConfigError(f"{key}.rows: are for Embedding or EmbeddingBag, not {shown}")
+    if module.computed:
+        raise ConfigError(f"{key}.rows: {shown} computes its weight from other parameters")
+    if sum(rows) != weight[0]:
+        raise ConfigError(
+            f"{key}.rows: {' + '.join(map(str, rows))} is {sum(rows)}, and {name}.weight has "
+            f"{weight[0]} rows"
+        )
+    if others := module.shared.get("weight"):
+        raise ConfigError(
+            f"{key}.rows: {name}.weight is {others[0]} too, which needs the whole table",
+            hint="make two parameters of them, or choose style embedding",
+        )
+    out = None if rule.out is None else batch_free(rule.out, f"{key}.out")
+    is_cut = layout.size(axis) > 1
+    return ModulePlan(
+        key=key, params={}, inputs=None, out=out, rows=rows if is_cut else (), axis=axis
     )
 
 
@@ -194,11 +236,14 @@ def _check_names(key: str, params: Iterable[str], name: str, module: ModuleShape
 
 
 def _from_mindspore_notation(
-    key: str, rule: PlanRule, layout: MeshLayout, module: ModuleShape
+    key: str, rule: PlanRule, layout: MeshLayout, name: str, module: ModuleShape
 ) -> ModulePlan:
     kind = module.base if module.base in ("Linear", "Embedding") else module.kind
     notated = notation_dims(rule, key, kind, rule_axes(layout))
     params = notated.params
+    if rule.layout is not None and rule.layout.enable_nd_tp:
+        style, axes = grid_of_layout(notated, module.base, f"{key}.layout")
+        return _on_grid(f"{key}.layout", style, axes, name, module)
     # A strategy names no parameters: it gives those that this kind of module can have, such as a
     # bias that is absent here.
     if rule.layout is None:
@@ -311,6 +356,44 @@ def _convolutions(
         ("rowwise", "ConvTranspose"): ({"weight": first, "bias": [None]}, channels, whole),
         ("colwise", "GroupedConv"): ({"weight": first, "bias": [axis]}, None, channels),
     }
+
+
+def _on_grid(
+    key: str, style: str, axes: Sequence[str], name: str, module: ModuleShape
+) -> ModulePlan:
+    """Return the plan of a product on a grid, or of a module between two."""
+    shown = f"{name or 'the model'} ({module.kind})"
+    if module.computed:
+        raise ConfigError(
+            f"{key}.style: {style} of {shown}, which computes its {module.computed[0]} from other "
+            "parameters",
+            hint="remove the parametrization before rt.shard, or leave the module out of the plan",
+        )
+    if module.adapters:
+        raise ConfigError(
+            f"{key}.style: {style} is not for layers of LoRA such as {shown}",
+            hint="choose colwise and rowwise, or leave the layer out of the plan",
+        )
+    is_product = module.base in MATRICES
+    if is_product and module.has_own_forward:
+        raise ConfigError(
+            f"{key}.style: {style} is for products, and {shown} has a forward of its own",
+            hint="choose colwise or rowwise, or name axes by params, in and out",
+        )
+    wide = [param for param, shape in module.params.items() if len(shape) != 1]
+    if not is_product and wide:
+        raise ConfigError(
+            f"{key}.style: {style} is for {', '.join(MATRICES)} and norms over the last dim, and "
+            f"{shown} has {wide[0]} {list(module.params[wide[0]])}"
+        )
+    found: GridDims = grid_dims(style, axes, module.base, list(module.params))
+    return ModulePlan(
+        key=key,
+        params={param: dims for param, dims in found.params.items() if param in module.params},
+        inputs=found.inputs,
+        out=found.out,
+        product=found.product,
+    )
 
 
 def _routed(key: str, name: str, module: ModuleShape) -> ModulePlan:

@@ -107,7 +107,11 @@ def _view(x: DTensor, *sizes: Any) -> Any:
     """
     dim, shape = x.dim() - 1, _shape(x, sizes)
     parts, ranks = _packed_parts(x, dim), _ranks(x, dim)
-    if shape is None or parts == 1 or sharded_dims(x) != {dim}:
+    if shape is None:
+        return None
+    if parts == 1:
+        return _view_of_parts(x, shape)
+    if sharded_dims(x) != {dim}:
         return None
     head, width = x.shape[:dim].numel(), x.shape[dim]
     # Several, if dims of one element stand before.
@@ -124,6 +128,26 @@ def _view(x: DTensor, *sizes: Any) -> Any:
         placed = [p if parts_before(p) is None else new_dim for p in x.placements]
         return on_mesh(x.to_local().reshape(local), x.device_mesh, placed)
     return None
+
+
+def _view_of_parts(x: DTensor, shape: list[int]) -> Any:
+    """Return `x` in another shape where a sharded dim stays, or is cut or joined in its parts.
+
+    Dims are matched from the first on: those of `x` whose product is that of some of `shape`.  A
+    sharded one of `x` must come first among its own, and the dim that takes its place must divide.
+    """
+    local, placed = list(shape), list(x.placements)
+    for dim in sorted(sharded_dims(x)):
+        before, ranks = x.shape[:dim].numel(), _ranks(x, dim)
+        at = [i for i in range(len(shape)) if math.prod(shape[:i]) == before and shape[i] > 1]
+        if len(at) != 1 or local[at[0]] % ranks:
+            return None
+        local[at[0]] //= ranks
+        for axis, placement in enumerate(x.placements):
+            parts = parts_before(placement)
+            if parts is not None and _dim(placement) % x.dim() == dim:
+                placed[axis] = strided_shard(at[0], parts) if parts > 1 else Shard(at[0])
+    return on_mesh(x.to_local().reshape(local), x.device_mesh, placed)
 
 
 def _unflatten(x: DTensor, dim: Any, sizes: Any) -> Any:

@@ -43,6 +43,7 @@ from msrun.parallel.checkpoint.tensors import (
     write_file,
 )
 from msrun.parallel.local import full_tensor, is_sharded
+from msrun.parallel.uneven_rows.rows import plain, rows_of, whole, whole_shape
 from msrun.parallel.weights.files import INDEX, SAFETENSORS
 from msrun.parallel.weights.names import is_adapters, shown
 from msrun.parallel.weights.origin import Origin
@@ -169,7 +170,7 @@ class Exporter:
             is_part: Whether some of the model are left out.
         """
         with self._peers.together():
-            tensors = [slot(*item) for item in own.items()]
+            tensors = [_slot(*item) for item in own.items()]
             offer = _Offer(stage=self._stage, tensors=tensors)
         offers = self._peers.gather(offer, _Offer)
         text = ""
@@ -186,6 +187,8 @@ class Exporter:
         return {first[name]: tensor for name, tensor in tensors.items() if name in first}
 
     def _whole(self, tensor: Tensor) -> Tensor:
+        if rows_of(tensor):
+            return whole(tensor)
         tensor = tensor.detach()
         if is_sharded(tensor):  # shards that ZeRO keeps on the host travel by the device
             tensor = tensor.to(self._device)
@@ -211,26 +214,26 @@ class Exporter:
         is_writer = file.writer == self._peers.rank
         for entry in plan_file(file.slots).slots:
             tensor = own[file.first[entry.name]]
-            if is_sharded(tensor):
-                whole = self._whole(tensor)
-                yield whole
-                del whole
+            if is_sharded(tensor) or rows_of(tensor):
+                gathered = self._whole(tensor)
+                yield gathered
+                del gathered
             elif is_writer:
                 yield tensor
 
     def _to_first_rank(self, held: _Held, own: Mapping[str, Tensor]) -> Tensor:
         """Return on rank 0 a whole tensor of its own, which rank `held.rank` has in parts."""
-        here, whole = self._peers.rank, torch.empty(0)
+        here, gathered = self._peers.rank, torch.empty(0)
         if held.stage == self._stage:
-            whole = self._whole(own[held.entry.name])
+            gathered = self._whole(own[held.entry.name])
         if here == 0 == held.rank:
-            return whole.to("cpu", copy=True)
+            return gathered.to("cpu", copy=True)
         if here == 0:
-            whole = torch.empty(held.entry.shape, dtype=TORCH_DTYPES[held.entry.dtype])
-            self._peers.receive(whole, held.rank)
+            gathered = torch.empty(held.entry.shape, dtype=TORCH_DTYPES[held.entry.dtype])
+            self._peers.receive(gathered, held.rank)
         elif here == held.rank:
-            self._peers.send(whole.cpu().contiguous(), 0)
-        return whole
+            self._peers.send(gathered.cpu().contiguous(), 0)
+        return gathered
 
     def _save_adapters(self, folder: Path) -> None:
         """Write the adapters of a model of peft, as peft does."""
@@ -261,6 +264,12 @@ class Exporter:
             if self._peers.rank == 0:
                 # Not the method of the instance, which refuses to write the parts of one rank.
                 type(model).save_pretrained(model, str(folder), state_dict=found)
+
+
+def _slot(name: str, tensor: Tensor) -> FileTensor:
+    """Return the entry of all of `tensor`, of which this rank may have some rows."""
+    entry = slot(name, plain(tensor))
+    return msgspec.structs.replace(entry, shape=tuple(whole_shape(tensor)))
 
 
 def _holders(origin: Origin, offers: Sequence[_Offer], *, is_part: bool) -> list[_Held]:

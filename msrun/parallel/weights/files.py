@@ -27,6 +27,7 @@ from msrun.parallel.checkpoint.targets import Target
 from msrun.parallel.checkpoint.tensors import CODES, check_storable, read_header
 from msrun.parallel.deferred.fill import part_of
 from msrun.parallel.local import local_part
+from msrun.parallel.uneven_rows.rows import rows_of, whole_shape
 from msrun.units import quoted
 
 SAFETENSORS = ".safetensors"
@@ -111,7 +112,8 @@ class WeightFiles:
             if any(_is_pickled(self._file_of[piece.name]) for piece in pieces):
                 self._copy(tensor, pieces)
             else:
-                targets[name] = Target(tensor=tensor.detach(), stored=self._joined(tensor, pieces))
+                stored, rows = self._joined(tensor, pieces), rows_of(tensor)
+                targets[name] = Target(tensor=tensor.detach(), stored=stored, rows=rows)
         with DataFiles(self.path.parent, {}) as files:
             plan.read(files, targets)
 
@@ -125,12 +127,12 @@ class WeightFiles:
             for chunk in self._stored(piece.name).chunks:
                 moved = msgspec.structs.replace(chunk, at=[*piece.at], shape=[*piece.shape])
                 chunks.append(moved)
-        return StoredTensor(dtype=first.dtype, shape=[*tensor.shape], chunks=chunks)
+        return StoredTensor(dtype=first.dtype, shape=[*whole_shape(tensor)], chunks=chunks)
 
     def _copy(self, tensor: Tensor, pieces: Sequence[Piece]) -> None:
         values = self._tensor(pieces[0].name)
         if pieces[0].at:
-            values = torch.empty(tensor.shape, dtype=values.dtype)
+            values = torch.empty(whole_shape(tensor), dtype=values.dtype)
             for piece in pieces:
                 place = tuple(
                     slice(first, first + size)

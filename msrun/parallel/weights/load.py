@@ -20,6 +20,7 @@ from msrun.errors import CheckpointError
 from msrun.parallel.checkpoint.peers import HostGroup
 from msrun.parallel.checkpoint.state import TensorNames
 from msrun.parallel.local import is_equal, local_part
+from msrun.parallel.uneven_rows.rows import whole_shape
 from msrun.parallel.weights.files import Piece, WeightFiles, compatible, is_adapter
 from msrun.parallel.weights.names import Matched, match, match_adapter, shown
 from msrun.parallel.weights.origin import Origin
@@ -100,7 +101,7 @@ def _check_names(origin: Origin, files: WeightFiles, found: Matched) -> None:
 
 def _check(files: WeightFiles, name: str, tensor: Tensor, pieces: Sequence[Piece]) -> None:
     """Refuse a tensor that has another shape than its pieces, or values of another kind."""
-    shape = [*tensor.shape]
+    shape = [*whole_shape(tensor)]
     stored = files.shape(pieces[0].name)
     if pieces[0].at:
         ends = [[a + n for a, n in zip(p.at, p.shape, strict=True)] for p in pieces]

@@ -24,6 +24,7 @@ from torch import Tensor, nn
 from msrun.errors import ModelError
 from msrun.parallel.checkpoint.state import clean
 from msrun.parallel.local import is_sharded, local_part
+from msrun.parallel.uneven_rows.rows import rows_of, whole_shape
 from msrun.parallel.weights.origin import Origin
 
 if TYPE_CHECKING:
@@ -62,7 +63,11 @@ class PartsMark:
 
 def is_divided(model: nn.Module, *, is_pipeline: bool) -> bool:
     """Return whether a rank has parts of `model` alone."""
-    return is_pipeline or any(map(is_sharded, (*model.parameters(), *model.buffers())))
+    return is_pipeline or any(map(_is_part, (*model.parameters(), *model.buffers())))
+
+
+def _is_part(tensor: Tensor) -> bool:
+    return is_sharded(tensor) or rows_of(tensor) is not None
 
 
 def prepare_state_dicts(
@@ -138,7 +143,7 @@ class _Dividing:
         whole = []
         for name, like in own.items():
             value = state.get(prefix + name)
-            if isinstance(value, Tensor) and not is_sharded(value) and is_sharded(like):
+            if isinstance(value, Tensor) and not is_sharded(value) and _is_part(like):
                 whole.append(value)
                 state[prefix + name] = _divided(value, like)
         if whole and self._replicas:
@@ -166,6 +171,8 @@ class _Dividing:
 
 def _divided(value: Tensor, like: Tensor) -> Tensor:
     """Return this rank's part of `value`, placed like the sharded tensor `like`."""
+    if rows := rows_of(like):
+        return rows.cut(value.detach()) if value.shape == whole_shape(like) else value
     if not is_sharded(like) or value.shape != like.shape:
         return value  # torch says so
     from torch.distributed.tensor import DTensor
@@ -189,7 +196,7 @@ def prepare_optimizer(optimizer: torch.optim.Optimizer, *, is_pipeline: bool) ->
     Its own `state_dict` has this rank's parts, and refuses to be pickled.
     """
     params = [param for group in optimizer.param_groups for param in group["params"]]
-    if _PREPARED in vars(optimizer) or not (is_pipeline or any(map(is_sharded, params))):
+    if _PREPARED in vars(optimizer) or not (is_pipeline or any(map(_is_part, params))):
         return
     setattr(optimizer, _PREPARED, True)
     try:
@@ -244,7 +251,7 @@ def _divide_state(optimizer: torch.optim.Optimizer, state: dict[str, Any]) -> di
     kept = dict(state["state"])
     for group, own in zip(state["param_groups"], optimizer.param_groups, strict=True):
         for key, param in zip(group["params"], own["params"], strict=True):
-            if key in kept and is_sharded(param):
+            if key in kept and _is_part(param):
                 kept[key] = {name: _as_state(value, param) for name, value in kept[key].items()}
     return {**state, "state": kept}
 

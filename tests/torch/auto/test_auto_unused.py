@@ -1,4 +1,6 @@
-"""Stages of a plan: outputs that the loss does not use have no gradient, as in one process."""
+"""Outputs that the loss does not use have no gradient under a plan, as in one process."""
+
+import math
 
 import pytest
 import torch
@@ -12,7 +14,16 @@ from msrun.parallel.local import full_tensor
 pytestmark = pytest.mark.torch
 
 # Which samples use the second output in each step: of each micro-batch, or of the second ones.
-USED = (slice(0), slice(None), slice(2, None, 4), slice(0), slice(3, None, 4))
+# The last two are of one data-parallel rank alone.
+USED = (
+    slice(0),
+    slice(None),
+    slice(2, None, 4),
+    slice(0),
+    slice(3, None, 4),
+    slice(6, None),
+    slice(0, 4),
+)
 
 
 class Two(nn.Module):
@@ -70,16 +81,24 @@ def train_alone():
     return found
 
 
-def train(config):
+def plain_step(_, model, update, loss_fn, x, target):
+    """Train as a script does."""
+    update.zero_grad()
+    loss_fn(model(x), target).backward()
+    update.step()
+
+
+def train(config, step_of=None):
     """Train this rank's part beside one process, and return what differs."""
     rt = msrun.init(config)
+    step_of = step_of or (lambda rt, *args: rt.step(*args))
     share, count = rt.coordinate.get("dp", 0), rt.layout.axes.get("dp", 1)
     model = rt.shard(build(), sample=[next(batches())[0].chunk(count)[share]])
     update = rt.optimizer(update_of(model.parameters()))
     wrong = []
     for step, ((x, target), alone) in enumerate(zip(batches(), train_alone(), strict=True)):
         part = x.chunk(count)[share], target.chunk(count)[share]
-        rt.step(model, update, loss_fn, *part)
+        step_of(rt, model, update, loss_fn, *part)
         for name, param in model.named_parameters():
             if (param.grad is None) != (name in alone[1]):
                 wrong.append((step, name, "has no gradient" if param.grad is None else "has one"))
@@ -106,3 +125,75 @@ def config(mode, mesh):
 def test_an_output_that_the_loss_does_not_use_has_no_gradient(mode, mesh):
     world = 4 if len(mesh) > 1 else 2
     assert run_warm(train, world, config(mode, mesh)) == [[]] * world
+
+
+@pytest.mark.parametrize(
+    ("axes", "options", "step_of"),
+    [
+        ({"dp": 2}, {}, None),
+        ({"dp": 2}, {}, plain_step),
+        pytest.param({"dp": 2}, {"accumulate": 2}, None, marks=pytest.mark.slow),
+        pytest.param({"dp": 4}, {}, None, marks=pytest.mark.slow),
+        pytest.param({"dp": 2, "tp": 2}, {}, None, marks=pytest.mark.slow),
+        pytest.param({"dp": 2, "tp": 2}, {}, plain_step, marks=pytest.mark.slow),
+    ],
+)
+def test_ranks_may_use_other_outputs(axes, options, step_of):
+    world = math.prod(axes.values())
+    found = run_warm(train, world, {"mode": "auto", "mesh": axes, **options}, step_of)
+    assert found == [[]] * world
+
+
+def constant_loss(output, target):
+    """Return a loss that depends on no output where no target is 8 or more."""
+    main = output[0] if target.max() >= 8 else output[0].detach()
+    return functional.cross_entropy(main, target % 8)
+
+
+def train_apart(config, steps):
+    """Train with losses that depend on nothing on some ranks; return weights, and what is said."""
+    rt = msrun.init(config)
+    share, count = rt.coordinate.get("dp", 0), rt.layout.axes.get("dp", 1)
+    x = next(batches())[0].chunk(count)[share]
+    model = rt.shard(build(), sample=[x])
+    update = rt.optimizer(update_of(model.parameters()))
+    for trains in steps:
+        target = torch.arange(8).chunk(count)[share] + 8 * (share in trains)
+        try:
+            rt.step(model, update, constant_loss, x, target)
+        except msrun.ModelError as error:
+            said = error.message
+            break
+    else:
+        said = ""
+    return {n: full_tensor(p.detach()) for n, p in model.named_parameters()}, said
+
+
+@pytest.mark.parametrize(
+    ("axes", "pipeline"),
+    [
+        ({"dp": 2}, {}),
+        pytest.param(
+            {"pp": 2, "dp": 2},
+            {"pipeline": {"stages": "auto", "microbatches": 2}},
+            marks=pytest.mark.slow,
+        ),
+    ],
+)
+def test_a_loss_may_depend_on_no_output(axes, pipeline):
+    world = math.prod(axes.values())
+    config = {"mode": "auto", "mesh": axes, **pipeline}
+    found = run_warm(train_apart, world, config, [[1], [0], [0, 1], []])
+    model = build()
+    update = update_of(model.parameters())
+    x, _ = next(batches())
+    for rows in (slice(4, 8), slice(0, 4), slice(0, 8)):
+        update.zero_grad()
+        losses = functional.cross_entropy(model(x)[0], torch.arange(8), reduction="none")
+        (losses[rows].sum() / 8).backward()
+        update.step()
+    want = dict(model.named_parameters())
+    for weights, said in found:
+        assert said == "the loss of no rank depends on a parameter that is trained"
+        for name, weight in weights.items():
+            torch.testing.assert_close(weight, want[name].detach(), rtol=0, atol=1e-9)

@@ -299,7 +299,7 @@ def test_activations_of_a_rank_fall_with_the_number_of_ranks(rule):
             {"mesh": {"cp": 2}, "plan": [{"match": "up", "params": {"weight": ["cp"]}}]},
             "an operator",
         ),
-        ({**TWO, "mode": "auto"}, "style: context: mode auto takes wishes for parameters"),
+        ({**TWO, "mode": "auto"}, "style: context: mode auto plans whole sequences"),
     ],
 )
 def test_configurations_without_a_meaning_are_refused(config, words):

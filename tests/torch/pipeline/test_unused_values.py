@@ -82,7 +82,7 @@ PLACES = {
 PLACES["tied"] = PLACES["aside"]
 
 
-def batches(samples, *, is_alike=False):
+def batches(samples):
     """Return the batches of `samples`, in which all ranks or only the last one use the value."""
     generator = torch.Generator().manual_seed(1)
     for kind in USED:
@@ -92,7 +92,7 @@ def batches(samples, *, is_alike=False):
             use.view(-1, 2, 4)[:, 1] = 1.0
         if kind == "one":
             use[7::8] = 1.0
-            use[:8] = use[:8] if is_alike else -1.0
+            use[:8] = -1.0
             use[-1] = 1.0
         yield x, use, torch.arange(samples) % 4
 
@@ -133,7 +133,7 @@ def train(kind, config, samples, schedule="1f1b"):
         places = {name: place for group, place in pairs for name in group}
     pipeline = {"stages": places, "microbatches": 2, "schedule": schedule}
     rt = msrun.init({"pipeline": pipeline, **config})
-    data = list(batches(samples, is_alike=rt.config.optimizer.zero > 0))
+    data = list(batches(samples))
     model = rt.shard(build(kind), sample=data[0][:2])
     update = rt.optimizer(update_of(model.parameters()))
     share, count = rt.coordinate.get("dp", 0), rt.layout.axes.get("dp", 1)

@@ -80,8 +80,9 @@ CALLS = {
     "view_as": lambda x: x.view_as(x),
     "addmm": lambda x: torch.addmm(WEIGHT[0], x.flatten(0, 1), WEIGHT),
     "bmm": lambda x: torch.bmm(x, x.transpose(1, 2)),
-    "rms_norm": lambda x: functional.rms_norm(x, (8,), WEIGHT[0]),
-    "layer_norm": lambda x: functional.layer_norm(x, (8,)),
+    # Squares of what is normalized alone have hardly a gradient.
+    "layer_norm": lambda x: functional.layer_norm(x, (8,)).sigmoid(),
+    "rms_norm": lambda x: functional.rms_norm(x, (8,), WEIGHT[0]).sigmoid(),
     "linear": lambda x: functional.linear(x, WEIGHT),
     "matmul": lambda x: torch.matmul(x, WEIGHT),
     "mean": lambda x: x.mean(-1) + x.mean(),

@@ -14,7 +14,6 @@ NO_SIZE = (
     "parallel.memory: '-1' is no size (choose such as 4GiB, 512MiB, 64kB or a number of bytes)"
 )
 NO_TEXT = "parallel: '\\ud800' holds half a character, which is no text"
-NO_WISH = "mode auto takes wishes for parameters, and finds the layout of activations"
 COLWISE = {"match": "*.up", "style": "colwise"}
 
 
@@ -111,12 +110,16 @@ def test_rendering_reads_back():
             {"plan": [{"match": "*", "style": "colwis"}]},
             (
                 "parallel.plan[0].style: 'colwis' is not known "
-                "(choose colwise, rowwise, sequence, embedding, vocab, experts, context)"
+                "(choose colwise, rowwise, sequence, embedding, vocab, experts, context, 2d, 2.5d, "
+                "3d)"
             ),
         ),
         (
             {"plan": [{"match": "*"}]},
-            "parallel.plan[0].style: or strategy, layout, or params, in and out must be given",
+            (
+                "parallel.plan[0].style: or strategy, layout, rows, or params, in and out must be "
+                "given"
+            ),
         ),
         (
             {"plan": [COLWISE, {"match": "*", "strategy": []}]},
@@ -196,19 +199,9 @@ def test_rendering_reads_back():
             {"mode": "auto", "mesh": "auto", "plan": [COLWISE]},
             "parallel.plan: its rules name axes, which mesh auto finds (name the mesh)",
         ),
-        *(
-            (
-                {"mode": "auto", "mesh": {"tp": 2}, "plan": [COLWISE | {"match": "a"}, rule]},
-                f"parallel.plan[1].{key}: {NO_WISH}",
-            )
-            for key, rule in {
-                "in": {"match": "*", "params": {"weight": ["tp", None]}, "in": [None, "tp"]},
-                "out": {"match": "*", "out": [None]},
-                "style: sequence": {"match": "*", "style": "sequence"},
-                "out_strategy": {"match": "*", "strategy": [[1, 1]], "out_strategy": [[1, 1]]},
-                "layout.in": devices(**{"in": ["a", "None"]}),
-                "layout.out": devices(out=["a", "None"]),
-            }.items()
+        (
+            {"mode": "auto", "plan": [{"match": "*", "style": "context"}]},
+            "parallel.plan[0].style: context: mode auto plans whole sequences (choose semi_auto)",
         ),
         ({"search": "exact"}, "parallel.search: belongs to mode auto"),
         (
@@ -221,8 +214,16 @@ def test_rendering_reads_back():
             "parallel.memory: plan.json is a plan already, so nothing is searched",
         ),
         (
-            {"mode": "auto", "optimizer": {"zero": 1}},
-            "parallel.optimizer: mode auto has none: the search decides",
+            {
+                "mode": "auto",
+                "optimizer": {"zero": 1},
+                "pipeline": {"stages": "auto", "microbatches": 2},
+            },
+            "parallel.optimizer: stages of mode auto have none (leave out pipeline)",
+        ),
+        (
+            {"mode": "auto", "batch_norm": "local"},
+            "parallel.batch_norm: mode auto has none: the search decides",
         ),
         (
             {
@@ -233,10 +234,6 @@ def test_rendering_reads_back():
             "parallel.pipeline: mode auto has none: the search decides",
         ),
         ({"mode": "auto", "memory": "-1"}, NO_SIZE),
-        (
-            {"data": {"image": ["dp"]}},
-            "parallel.data: arguments of rt.loader(dataset, batch_size) divide batches",
-        ),
         ({"ps": {}}, "parallel.ps: parameter servers are the key servers"),
         (
             {"cost": {}},

@@ -4,6 +4,7 @@ from functools import cache
 from itertools import pairwise
 
 import msgspec
+import numpy as np
 import programs
 import pytest
 from bench import highs
@@ -11,13 +12,14 @@ from programs import TINY
 
 from msrun.errors import UsageError
 from msrun.parallel.search.cost.topology import NetworkLevel
-from msrun.parallel.search.graph.axis_placement import RR
+from msrun.parallel.search.graph.axis_placement import RR, value_placement
 from msrun.parallel.search.graph.repeat import find_blocks, shortened
 from msrun.parallel.search.solve.build import Pin, build
 from msrun.parallel.search.solve.eliminate import solve
 from msrun.parallel.search.solve.memory import OutOfMemoryError
 from msrun.parallel.search.solve.modes import indices, search
 from msrun.parallel.search.solve.problem import Setting
+from msrun.parallel.search.solve.propagate import data_parallel
 
 
 def setting(*sizes, topology=TINY, **options):
@@ -189,16 +191,50 @@ def test_what_the_user_wishes_is_kept_and_the_rest_is_the_best_for_it():
     blocks = find_blocks(program)
     step = program.steps[blocks.first + 1]
     pin = Pin(node=step.inputs["weight"], codes={0: RR, 1: 1}, key="parallel.plan[0]")
-    found = search(program, how, mode="propagation", pins=[pin])
+    found = search(program, how, pins=[pin])
     problem = build(program, how, pins=[pin])
     assert found.seconds == pytest.approx(solve(problem)[0], rel=1e-12)
     assert found.seconds > search(program, how).seconds
-    by_axes = search(program, how, mode="recursive", pins=[pin])
-    for one in (found, by_axes):
+    others = [search(program, how, mode=mode, pins=[pin]) for mode in ("recursive", "propagation")]
+    for one in (found, *others):
+        assert found.seconds <= one.seconds * (1 + 1e-12)
         node = next(n for n in problem.nodes if n.name == pin.node)
         row = one.chosen[pin.node]
         assert node.rule.choices[row[1]].outs == (1,)
         assert node.rule.choices[row[0]].name in ("R", "Z")
+
+
+@pytest.mark.parametrize("program", [layers(4), programs.perceptron(3)], ids=len_of)
+@pytest.mark.parametrize("sizes", [(4, 2), (2, 2, 2)])
+@pytest.mark.parametrize("share", [None, 0.6])
+def test_propagation_is_no_worse_than_data_parallel(program, sizes, share):
+    batch = program.values[program.inputs[0]].shape[0]
+    how = setting(*sizes, data_axes=frozenset({0}), batch=batch)
+    weights = [name for name, value in program.values.items() if name in program.params]
+    wide = [name for name in weights if len(program.values[name].shape) == 2]
+    codes = dict.fromkeys(range(1, len(sizes)), RR) | {1: 0}
+    pins = [Pin(node=wide[1], codes=codes, key="plan[0]")]
+    problem = build(program, how, pins=pins)
+    default = data_parallel(problem, how, {pins[0].node})
+    best = search(program, how, pins=pins)
+    limit = None if share is None else share * best.memory
+    try:
+        exact = search(program, how, pins=pins, limit=limit)
+    except OutOfMemoryError:
+        with pytest.raises(OutOfMemoryError):
+            search(program, how, pins=pins, limit=limit, mode="propagation")
+        return
+    found = search(program, how, pins=pins, limit=limit, mode="propagation")
+    assert found.seconds >= exact.seconds * (1 - 1e-9) or exact.gap > 0
+    assert found.seconds <= 1.25 * exact.seconds
+    if limit is None:
+        assert found.seconds <= problem.seconds(default)
+    else:
+        assert found.memory <= limit
+    row = found.chosen[wide[1]]
+    node = next(n for n in problem.nodes if n.name == wide[1])
+    placed = [node.rule.choices[at].outs[0] for at in row[1:]]
+    assert (value_placement(np.array(placed)) == value_placement(np.array([*codes.values()]))).all()
 
 
 def test_overlap_hides_the_traffic_of_parameters_and_no_other():

@@ -9,8 +9,9 @@ from torch import nn
 from torch.nn import Parameter
 
 from msrun.errors import ModelError
+from msrun.parallel.data_parallel.joined_inputs import JoinNotes
 from msrun.parallel.exchange import messages
-from msrun.parallel.local import local_gradient
+from msrun.parallel.local import is_sharded, local_gradient
 from msrun.parallel.pipeline.ranks import PipelineRanks
 from msrun.parallel.pipeline.reach.border_reach import BorderReach, PartReach
 from msrun.parallel.pipeline.tied import TiedWeights
@@ -42,6 +43,7 @@ class StageReach:
         self._tied = tied
         # By name: modules may have gathered parameters now, and shards of them later.
         self._untouched: set[str] = set()
+        self._zeros: set[str] = set()
         self._had_before = {name for name, p in model.named_parameters() if p.grad is not None}
 
     def end(self) -> int:
@@ -49,13 +51,17 @@ class StageReach:
 
         It is called when all are computed and before they are reduced.
         """
-        missing = sum(chunk.missing() for chunk in self._chunks.values())
+        joins: JoinNotes = self._model.joined_inputs  # type: ignore[assignment]  # it is a stage
+        missing = sum(chunk.missing() for chunk in self._chunks.values()) + joins.count()
+        self._zeros = joins.zeros()
+        # Units that are reduced after this add zeros then.
+        is_early = bool(getattr(self._model, "reduces_once", False))
         shared, gathered = self._tied.trained(), gathered_with_gradient(self._model)
         for name, param in self._model.named_parameters():
             # Completes gradients that were computed apart, without a hook.
             if local_gradient(param) is None and param.requires_grad and param not in gathered:
                 self._untouched.add(name)
-                missing += param in shared
+                missing += param in shared or (is_early and is_sharded(param))
         return missing
 
     def settle(self, group: dist.ProcessGroup | None) -> None:
@@ -70,7 +76,9 @@ class StageReach:
         from_zeros = self._from_zeros(self._exchanged())
         params = dict(self._model.named_parameters())
         gone = {
-            name for name, param in params.items() if param in from_zeros or name in self._untouched
+            name
+            for name, param in params.items()
+            if param in from_zeros or name in self._untouched | self._zeros
         } - self._had_before
         if group is not None:
             own = sorted(gone)

@@ -78,7 +78,7 @@ _FOLLOWED = """
     add add_ div gelu leaky_relu mul neg pow relu relu_ rsqrt scaled_dot_product_attention sigmoid
     silu sqrt sub tanh to
 """
-_FOLLOWING = frozenset(_FOLLOWED.split())
+FOLLOWING = frozenset(_FOLLOWED.split())
 # Their other arguments are sizes, which the shapes of their outputs say too.
 _SIZED = frozenset(
     ("view", "reshape", "_unsafe_view", "flatten", "unflatten", "expand", "broadcast_to")
@@ -141,16 +141,32 @@ class Planned(msgspec.Struct, frozen=True):
         return [self.rules[node].choices[at] for at in self.chosen[node]]
 
 
-def lower(planned: Planned, modules: Modules, local: Callable[[], Program]) -> Lowering | None:
+class UserDecisions(msgspec.Struct, frozen=True, kw_only=True):
+    """What the user has decided beside the search, which only the runtime does.
+
+    Args:
+        optimizer: What is sharded over the data axis; None is what the plan says.
+    """
+
+    optimizer: Optimizer | None = None
+
+
+def lower(
+    planned: Planned,
+    modules: Modules,
+    local: Callable[[], Program],
+    decided: UserDecisions | None = None,
+) -> Lowering | None:
     """Return the configuration with which the runtime executes a plan; None if there is none.
 
     Args:
         planned: The plan.
         modules: Of the model.
         local: Returns the program for the samples of one rank.
+        decided: By the user.  Then dropout draws its masks as the runtime has it.
     """
     try:
-        return _Lowerer(planned, modules).lowering(local)
+        return _Lowerer(planned, modules, decided).lowering(local)
     except _NotLowerableError:
         return None
 
@@ -159,6 +175,31 @@ def runs_on(planned: Planned, modules: Modules, local: Callable[[], Program]) ->
     """Return how reports name what a plan runs on; see `lower`."""
     lowering = lower(planned, modules, local)
     return lowering.name if lowering else EXECUTOR
+
+
+def dividing_steps(program: Program, modules: Modules) -> dict[str, Step]:
+    """Return steps that are the only one of a module that a rule can divide, by their names."""
+    steps_of: dict[str, list[Step]] = {}
+    for step in program.steps:
+        steps_of.setdefault(step.module, []).append(step)
+    owners, kinds = modules.owners, modules.kinds
+    return {
+        steps[0].name: steps[0]
+        for module, steps in steps_of.items()
+        if len(steps) == 1
+        and kinds.get(module) in _DIVIDED
+        and first_slot(kinds[module]) in steps[0].inputs
+        and all(
+            owners.get(f"{module}.{slot}") == value
+            for slot, value in steps[0].inputs.items()
+            if value in program.params
+        )
+    }
+
+
+def first_slot(kind: str) -> str:
+    """Return the input of its operator that is the first argument of a module of class `kind`."""
+    return _DIVIDED[kind]
 
 
 class _NotLowerableError(Exception):
@@ -187,14 +228,14 @@ class _Read(NamedTuple):
 
 
 class _Lowerer:
-    def __init__(self, planned: Planned, modules: Modules) -> None:
-        self._planned, self._modules = planned, modules
+    def __init__(self, planned: Planned, modules: Modules, decided: UserDecisions | None) -> None:
+        self._planned, self._modules, self._decided = planned, modules, decided
         self._program, sizes = planned.program, planned.setting.sizes
         self._uses = Uses(self._program, planned.setting, planned.rules)
         axes = [axis for axis, size in enumerate(sizes) if size > 1]
         self._data = [axis for axis in axes if planned.axes[axis] == DATA_AXIS]
         self._others = [axis for axis in axes if axis not in self._data]
-        self._dividing = self._find_dividing()
+        self._dividing = dividing_steps(self._program, modules)
         # Only these outputs may change their layout: a rule has one for them.
         self._ends = {step.outputs[0] for step in self._dividing.values()}
         self._made: dict[str, LayoutRow] = {}
@@ -218,25 +259,6 @@ class _Lowerer:
             means=tuple(at for at in outputs if at is not None),
         )
 
-    def _find_dividing(self) -> dict[str, Step]:
-        """Return steps that are the only one of a module that a rule can divide."""
-        steps_of: dict[str, list[Step]] = {}
-        for step in self._program.steps:
-            steps_of.setdefault(step.module, []).append(step)
-        owners, kinds = self._modules.owners, self._modules.kinds
-        return {
-            steps[0].name: steps[0]
-            for module, steps in steps_of.items()
-            if len(steps) == 1
-            and kinds.get(module) in _DIVIDED
-            and _DIVIDED[kinds[module]] in steps[0].inputs
-            and all(
-                owners.get(f"{module}.{slot}") == value
-                for slot, value in steps[0].inputs.items()
-                if value in self._program.params
-            )
-        }
-
     # The layout of every value.
 
     def _place(self) -> None:
@@ -247,7 +269,7 @@ class _Lowerer:
                 self._made[value] = _placed(self._stored[value])
         for step in self._program.steps:
             packet = step.packet
-            _require(packet != "dropout")
+            _require(packet != "dropout" or self._decided)
             if step.attrs.get("sparse"):
                 # The runtime reduces the rows of replicated tables alone.
                 stored = self._stored.get(step.inputs["weight"], ())
@@ -350,7 +372,7 @@ class _Lowerer:
     def _check_following(self, read: _Read, wanted: LayoutRow) -> None:
         """Require that sharded values are read by operators that run on shards in the runtime."""
         if read.step and any(wanted[axis] != REPLICATED for axis in self._others):
-            _require(read.step.packet in _FOLLOWING and not read.slot.startswith("attn_mask"))
+            _require(read.step.packet in FOLLOWING and not read.slot.startswith("attn_mask"))
 
     # The program of one rank's samples.
 
@@ -425,6 +447,8 @@ class _Lowerer:
 
     def _optimizer(self) -> Optimizer:
         """Return the ZeRO level and threshold that shard what the plan does over the data axis."""
+        if self._decided and self._decided.optimizer:
+            return self._decided.optimizer
         sharded: dict[str, int] = {}
         replicated: list[int] = [0]
         for value, stored in self._stored.items():

@@ -37,6 +37,8 @@ kept for every mesh: with them kept for one mesh, and layouts that bound each ot
 a mesh on 1,024 devices takes a quarter of the memory.
 """
 
+# tidy: long file, nodes, edges and their shared tables are one idea, and its theory stands above
+
 from __future__ import annotations
 
 from collections.abc import Collection, Iterable, Mapping, Sequence
@@ -51,6 +53,7 @@ from msrun.parallel.search.cost.redistribution import MoveKind
 from msrun.parallel.search.graph.axis_placement import (
     FLAT_SHARDED,
     REPLICATED,
+    RR,
     RZ,
     FloatArray,
     IntArray,
@@ -76,7 +79,9 @@ from msrun.parallel.search.solve.problem import (
     Setting,
     StrategyNode,
     combinations,
+    is_layout_node,
     layout_node,
+    named_by,
     parts,
     stored_parts,
     work,
@@ -169,10 +174,12 @@ class _Builder:
         redistribution: RedistributionCosts,
     ) -> None:
         self._program, self._setting, self._focus = program, setting, focus
-        self._cuts, self._block_of = cuts, block_of
+        self._block_of = block_of
         self._pins: dict[str, list[Pin]] = {}
         for pin in pins:
             self._pins.setdefault(pin.node, []).append(pin)
+        cuts |= {named_by(node) for node in self._pins if is_layout_node(node)}
+        self._cuts = cuts
         self._redistribution = redistribution
         self._shared: dict[Key, ShardingRule] = {}
         self._sites = {step.name: Site(step, program) for step in program.steps}
@@ -219,14 +226,23 @@ class _Builder:
 
     # Nodes.
 
-    def _add(self, name: str, kind: str, rule: ShardingRule, key: Key, weigh: _CostFunction) -> int:
+    def _add(
+        self,
+        name: str,
+        kind: str,
+        rule: ShardingRule,
+        key: Key,
+        weigh: _CostFunction,
+        *,
+        stored: int | None = None,
+    ) -> int:
         """Add a node with the costs that `weigh` finds, or those of an equal node before it."""
         nothing = (0,) * len(self._setting.sizes)
         picked = self._focus.others.get(name, nothing) if self._focus else None
         # A pin or a fixed choice changes which strategies a node has, so no other node shares them.
         full = (key, name if name in self._pins else None, picked)
         if full not in self._tables:
-            rows = self._rows(name, rule.choices, picked)
+            rows = self._rows(name, rule.choices, picked, stored)
             self._tables[full] = (rows, weigh(rows))
         rows, (seconds, memory, microbatch_memory) = self._tables[full]
         node = StrategyNode(
@@ -243,21 +259,41 @@ class _Builder:
         return len(self._keys) - 1
 
     def _rows(
-        self, name: str, choices: tuple[Choice, ...], picked: tuple[int, ...] | None
+        self,
+        name: str,
+        choices: tuple[Choice, ...],
+        picked: tuple[int, ...] | None,
+        stored: int | None,
     ) -> IntArray:
-        """Return the strategies that a node has."""
+        """Return the strategies that a node has; over data axes those with the code `stored`."""
         sizes = self._setting.sizes
         pins: Sequence[Pin] = self._pins.get(name, ())
         per_axis = []
         for axis in range(len(sizes)):
             allowed = [at for at, c in enumerate(choices) if all(_meets(p, axis, c) for p in pins)]
+            if stored is not None and axis in self._setting.data_axes:
+                allowed = [at for at in allowed if choices[at].outs[0] == stored]
             if self._focus and picked is not None and axis not in self._focus.axes:
                 allowed = [picked[axis]] if picked[axis] in allowed else allowed[:1]
             per_axis.append(allowed)
         rows = combinations(per_axis, choices, sizes)
         if not len(rows):
-            raise ConfigError(f"{pins[0].key}: {name} cannot be placed like that")
+            raise ConfigError(f"{pins[0].key}: {self._described(name)} cannot be placed like that")
         return rows
+
+    def _described(self, name: str) -> str:
+        """Return how messages name a node."""
+        if name in self._sites:
+            step = self._sites[name].step
+            return f"{step.packet} of {step.module or 'the model'}"
+        return self._program.params.get(name, f"the output {named_by(name)}")
+
+    def _stored(self, value: Value, *, is_trained: bool) -> int | None:
+        """Return the code of a parameter over data axes, where the caller has decided."""
+        least = self._setting.sharded_from
+        if least is None:
+            return None
+        return RZ if is_trained and value.shape and value.nbytes >= least else RR
 
     def _add_param(self, name: str) -> None:
         value = self._program.values[name]
@@ -270,7 +306,8 @@ class _Builder:
         def weigh(rows: IntArray) -> NodeCosts:
             return self._weigh_param(value, rule, rows, is_trained=is_trained)
 
-        self._producers[name] = (self._add(name, "param", rule, key, weigh), 0)
+        stored = self._stored(value, is_trained=is_trained)
+        self._producers[name] = (self._add(name, "param", rule, key, weigh, stored=stored), 0)
         self._add_layout_node(name)
 
     def _weigh_param(

@@ -2,7 +2,8 @@
 
 Up to three axes are searched at once (`exact`): a program of repeated blocks as a chain, any other
 by elimination alone; with a memory limit by prices of memory, then refined over the whole program.
-More axes, a graph that is too wide, and mode `recursive` are searched two axes at a time.
+More axes, a graph that is too wide, and mode `recursive` are searched two axes at a time.  Mode
+`propagation` spreads the placements that the user has fixed (`propagate`).
 """
 
 from __future__ import annotations
@@ -21,6 +22,7 @@ from msrun.parallel.search.solve.descent import descend
 from msrun.parallel.search.solve.eliminate import CELLS_MAX, TooWideError, solve
 from msrun.parallel.search.solve.memory import PricedPlan, bounded, refine
 from msrun.parallel.search.solve.problem import Edge, Problem, Setting, layout_node, named_by
+from msrun.parallel.search.solve.propagate import propagate
 
 Mode = Literal["exact", "recursive", "propagation"]
 # The names of MindSpore's `search_mode` mean the same algorithms.
@@ -74,8 +76,8 @@ def search(
     Args:
         program: The forward pass.
         setting: Mesh, machine, and how a step is run.
-        mode: `exact` and `propagation` look at all axes at once, as long as they are three at most;
-            `recursive` at two at a time.
+        mode: `exact` looks at all axes at once, as long as they are three at most; `recursive` at
+            two at a time; `propagation` spreads from `pins`, and is no worse than data parallel.
         pins: Placements that the user has fixed.
         limit: Bytes that a rank has; None is any.
 
@@ -83,9 +85,13 @@ def search(
         ConfigError: No strategy has a placement that the user has fixed.
         OutOfMemoryError: No plan fits.
     """
+    if mode == "propagation":
+        problem = whole_problem(program, setting, pins)
+        plan = propagate(problem, setting, pinned={pin.node for pin in pins}, limit=limit)
+        return _result(problem, plan, None)
     blocks = _blocks(program, pins)
     axes = sum(size > 1 for size in setting.sizes)
-    if mode != "recursive" and axes <= EXACT_AXES_MAX:
+    if mode == "exact" and axes <= EXACT_AXES_MAX:
         try:
             return _exact(program, setting, blocks, pins, limit)
         except TooWideError:
@@ -107,6 +113,15 @@ def _blocks(program: Program, pins: Sequence[Pin]) -> Blocks | None:
     return None if any(pin.node in names for pin in pins) else blocks
 
 
+def whole_problem(program: Program, setting: Setting, pins: Sequence[Pin]) -> Problem:
+    """Return the problem in which every block is a part of its own."""
+    found = find_blocks(program) if setting.recompute else None
+    if found is None:
+        return build(program, setting, pins=pins)
+    inside = found.block_of(program)
+    return build(program, setting, cuts=found.cuts, block_of=inside, pins=pins)
+
+
 # All axes at once.
 
 
@@ -118,8 +133,7 @@ def _exact(
     limit: float | None,
 ) -> SearchResult:
     if blocks is None:
-        problem = build(program, setting, pins=pins)
-        return _bounded_plain(problem, _order(problem), limit)
+        return search_problem(whole_problem(program, setting, pins), limit)
     # Two blocks are enough to solve all: see `chain`.
     short, two = shortened(program, blocks)
     problem = build(short, setting, cuts=two.cuts, block_of=two.block_of(short), pins=pins)
@@ -155,7 +169,14 @@ def _exact(
     return _result(whole, plan, result.bound)
 
 
-def _bounded_plain(problem: Problem, groups: Sequence[int], limit: float | None) -> SearchResult:
+def search_problem(problem: Problem, limit: float | None) -> SearchResult:
+    """Return the fastest plan of a problem that is built already.
+
+    Raises:
+        OutOfMemoryError: No plan fits.
+        TooWideError: Too many tensors are alive at once for all axes together.
+    """
+
     def solve_at(weight: float) -> PricedPlan[list[int]]:
         _, plan = solve(problem, weight)
         return PricedPlan(problem.seconds(plan), problem.memory(plan), plan)
@@ -166,7 +187,7 @@ def _bounded_plain(problem: Problem, groups: Sequence[int], limit: float | None)
     result = bounded(solve_at, limit)
     if result.exceeds is None:
         return _result(problem, result.fits.plan, result.bound)
-    plan = refine(problem, result.fits.plan, result.exceeds.plan, groups, limit)
+    plan = refine(problem, result.fits.plan, result.exceeds.plan, _order(problem), limit)
     return _result(problem, plan, result.bound)
 
 

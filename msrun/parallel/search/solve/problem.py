@@ -87,6 +87,9 @@ class Setting(msgspec.Struct, frozen=True, kw_only=True):
         recompute: Whether repeated blocks save only their input.
         state_bytes: Of the optimizer, for each element of a parameter.
         training: Whether there is a backward pass.
+        sharded_from: Where the caller has decided: parameters of at least so many bytes have their
+            state sharded over `data_axes`, the others are replicated there; None is for the search
+            to decide.
     """
 
     sizes: tuple[int, ...]
@@ -97,6 +100,7 @@ class Setting(msgspec.Struct, frozen=True, kw_only=True):
     recompute: bool = False
     state_bytes: int = 12
     training: bool = True
+    sharded_from: float | None = None
 
     def redistribution_costs(self) -> RedistributionCosts:
         """Return the costs of redistribution."""

@@ -97,7 +97,7 @@ class Uses:
         if name in self._program.inputs and shape and shape[0] == self._setting.batch:
             left = shape[0]
             for axis in sorted(self._setting.data_axes):
-                if left % sizes[axis] == 0:
+                if sizes[axis] > 1 and left % sizes[axis] == 0:
                     left //= sizes[axis]
                     codes[axis] = 0
         return np.array([codes])

@@ -1,0 +1,1 @@
+"""Functions whose tensors ranks share: `msrun.shard`."""

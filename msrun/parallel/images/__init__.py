@@ -1,0 +1,1 @@
+"""Images that ranks divide among each other: see `image_tensor`."""

@@ -1,0 +1,190 @@
+"""Gives each rank rows of a divided image that other ranks have: halos, and all that moves rows.
+
+One operator moves the rows of a dim, an all-to-all in which most pairs of ranks send nothing.  So
+its order cannot differ between ranks, rows may come from behind the next rank, and a recomputation
+can save its result.  The gradient of a row that was received goes back to the rank that has it.
+"""
+
+from __future__ import annotations
+
+from typing import Any, NamedTuple
+
+import torch
+import torch.distributed as dist
+from torch import Tensor
+from torch.autograd import Function
+
+from msrun.parallel.images.parts import RowPiece, Spans, pieces
+from msrun.parallel.torch_compat import functional_collective
+
+
+class RowMove(NamedTuple):
+    """Rows that move along one dim.
+
+    Args:
+        dim: The dim.
+        group: Ranks of its axis.
+        rank: Index of this rank among them.
+        have: Rows of each rank.
+        plan: What each rank gets.
+    """
+
+    dim: int
+    group: dist.ProcessGroup
+    rank: int
+    have: Spans
+    plan: tuple[tuple[RowPiece, ...], ...]
+
+    @property
+    def first(self) -> int:
+        """First row of this rank."""
+        return self.have[self.rank][0]
+
+    @property
+    def own(self) -> tuple[RowPiece, ...]:
+        """What this rank gets."""
+        return self.plan[self.rank]
+
+    @property
+    def is_still(self) -> bool:
+        """Whether every rank gets just what it has."""
+        return all(
+            len(got) == 1 and got[0] == (rank, *self.have[rank])
+            for rank, got in enumerate(self.plan)
+        )
+
+    @property
+    def is_local(self) -> bool:
+        """Whether every rank gets only rows that it has."""
+        return all(piece.source == rank for rank, got in enumerate(self.plan) for piece in got)
+
+    def from_others(self, rank: int, source: int) -> list[RowPiece]:
+        """Return what `rank` gets from another rank."""
+        return [] if rank == source else [p for p in self.plan[rank] if p.source == source]
+
+
+def move_rows(
+    x: Tensor,
+    dim: int,
+    ranks: tuple[dist.ProcessGroup, int],
+    have: Spans,
+    needs: tuple[Spans, ...],
+) -> Tensor:
+    """Return the rows along `dim` that this rank needs; all ranks of the axis call it.
+
+    Args:
+        x: This rank's rows.
+        dim: Non-negative.
+        ranks: Those of the axis, and the index of this one.
+        have: Rows of each rank.
+        needs: Rows that each rank needs.
+    """
+    move = RowMove(dim, *ranks, have, pieces(have, needs))
+    if move.is_still:
+        return x
+    if move.is_local:
+        parts = [x.narrow(dim, p.first - move.first, p.end - p.first) for p in move.own]
+        return parts[0] if len(parts) == 1 else torch.cat(parts or [x.narrow(dim, 0, 0)], dim)
+    moved: Tensor = _MoveRows.apply(x, move)  # type: ignore[no-untyped-call]
+    return moved
+
+
+class _MoveRows(Function):
+    @staticmethod
+    def forward(ctx: Any, x: Tensor, move: RowMove) -> Tensor:
+        ctx.move = move
+        return torch.cat(received(x, move) or [x.narrow(move.dim, 0, 0)], move.dim)
+
+    @staticmethod
+    def backward(ctx: Any, gradient: Tensor) -> tuple[Tensor | None, ...]:
+        return _ReturnRows.apply(gradient, ctx.move), None  # type: ignore[no-untyped-call]
+
+
+class _ReturnRows(Function):
+    @staticmethod
+    def forward(ctx: Any, gradient: Tensor, move: RowMove) -> Tensor:
+        ctx.move = move
+        return sent_back(gradient, move)
+
+    @staticmethod
+    def backward(ctx: Any, gradient: Tensor) -> tuple[Tensor | None, ...]:
+        return _MoveRows.apply(gradient, ctx.move), None  # type: ignore[no-untyped-call]
+
+
+def received(x: Tensor, move: RowMove) -> list[Tensor]:
+    """Return the pieces that this rank gets, in order."""
+    ranks = range(len(move.have))
+    sent = [_lengths(move.from_others(rank, move.rank)) for rank in ranks]
+    got = [_lengths(move.from_others(move.rank, rank)) for rank in ranks]
+    parts = [
+        x.narrow(move.dim, piece.first - move.first, piece.end - piece.first)
+        for rank in ranks
+        for piece in move.from_others(rank, move.rank)
+    ]
+    arrived = _exchanged(x, move, parts, [sum(sizes) for sizes in sent], [sum(s) for s in got])
+    queues = [
+        iter(_unpacked(x, move.dim, flat, sizes)) for flat, sizes in zip(arrived, got, strict=True)
+    ]
+    return [
+        x.narrow(move.dim, piece.first - move.first, piece.end - piece.first)
+        if piece.source == move.rank
+        else next(queues[piece.source])
+        for piece in move.own
+    ]
+
+
+def sent_back(gradient: Tensor, move: RowMove) -> Tensor:
+    """Return the gradient of this rank's rows, from that of what all ranks got."""
+    ranks = range(len(move.have))
+    own_first, own_end = move.have[move.rank]
+    shape = list(gradient.shape)
+    shape[move.dim] = own_end - own_first
+    total = gradient.new_zeros(shape)
+    away: dict[int, list[Tensor]] = {rank: [] for rank in ranks}
+    row = 0
+    for piece in move.own:
+        length = piece.end - piece.first
+        part = gradient.narrow(move.dim, row, length)
+        row += length
+        if piece.source == move.rank:
+            total.narrow(move.dim, piece.first - own_first, length).add_(part)
+        else:
+            away[piece.source].append(part)
+    got = [move.from_others(rank, move.rank) for rank in ranks]
+    sizes = [sum(p.size(move.dim) for p in away[rank]) for rank in ranks]
+    parts = [part for rank in ranks for part in away[rank]]
+    arrived = _exchanged(total, move, parts, sizes, [sum(_lengths(found)) for found in got])
+    for found, flat in zip(got, arrived, strict=True):
+        back = _unpacked(total, move.dim, flat, _lengths(found))
+        for piece, part in zip(found, back, strict=True):
+            total.narrow(move.dim, piece.first - own_first, piece.end - piece.first).add_(part)
+    return total
+
+
+def _exchanged(
+    x: Tensor, move: RowMove, parts: list[Tensor], sent: list[int], got: list[int]
+) -> tuple[Tensor, ...]:
+    """Return what arrives from each rank, flat; `sent` and `got` count rows by rank."""
+    row = x.numel() // x.size(move.dim) if x.size(move.dim) else 0
+    flat = torch.cat([x.new_empty(0), *(part.reshape(-1) for part in parts)])
+    sizes = [rows * row for rows in got]
+    arrived = functional_collective(
+        "all_to_all_single", flat, sizes, [rows * row for rows in sent], group=move.group
+    )
+    found: tuple[Tensor, ...] = arrived.split(sizes)
+    return found
+
+
+def _unpacked(x: Tensor, dim: int, flat: Tensor, sizes: list[int]) -> list[Tensor]:
+    """Return rows that were sent one after the other, with so many of them in each piece."""
+    shape = list(x.shape)
+    row = x.numel() // x.size(dim) if x.size(dim) else 0
+    found = []
+    for size, part in zip(sizes, flat.split([size * row for size in sizes]), strict=True):
+        shape[dim] = size
+        found.append(part.view(shape))
+    return found
+
+
+def _lengths(found: list[RowPiece]) -> list[int]:
+    return [piece.end - piece.first for piece in found]

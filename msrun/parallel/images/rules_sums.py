@@ -1,0 +1,294 @@
+"""Rules for what is computed over an image: sums, means, maxima, norms of torch, and losses."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Iterable, Sequence
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from msrun.parallel.collectives import all_reduce
+from msrun.parallel.images.image_tensor import (
+    Axes,
+    ImageAxis,
+    ImageCall,
+    ImageDim,
+    ImageTensor,
+    Places,
+    gathered,
+    rule,
+)
+from msrun.parallel.images.rules_elements import common, fit
+from msrun.parallel.losses.mixing import dims_of
+from msrun.parallel.losses.torch_losses import reduction_of
+
+
+def over(x: Tensor, axes: Iterable[ImageAxis], op: Any = "sum") -> Tensor:
+    """Return the sum, or the maximum, of `x` over the ranks of `axes`."""
+    for axis in axes:
+        x = all_reduce(x, axis.group, op)
+    return x
+
+
+def crossed(x: ImageTensor, dims: Iterable[int]) -> list[ImageAxis]:
+    """Return the axes that divide some of `dims`."""
+    divided = x.divided()
+    return [x.axes[divided[dim]] for dim in sorted(set(dims)) if dim in divided]
+
+
+def left(x: ImageTensor, dims: set[int], *, keeps: bool) -> Places:
+    """Return the places in a result from which `dims` are gone, or of size 1."""
+    found: list[ImageDim | None] = []
+    for place in x.places:
+        if place is None:
+            found.append(None)
+        elif place.dim not in dims:
+            gone = 0 if keeps else sum(dim < place.dim for dim in dims)
+            found.append(ImageDim(place.dim - gone, place.rows))
+        else:
+            found.append(ImageDim(place.dim, 1) if keeps else None)
+    return tuple(found)
+
+
+_REDUCING = (
+    "sum nansum mean amax amin any all std var std_mean var_mean max min prod logsumexp norm "
+    "vector_norm argmax argmin median nanmean count_nonzero aminmax linalg_vector_norm mode "
+    "quantile"
+)
+_ADDED = frozenset(["sum", "nansum", "count_nonzero"])
+
+
+@rule(_REDUCING)
+def reduced(call: ImageCall) -> Any:
+    """Sums, means, maxima and their like over some dims or all."""
+    if call.others():
+        return _extreme(call)
+    x, name, count = call.x, call.name, call.x.dim()
+    if name in ("norm", "vector_norm", "linalg_vector_norm"):
+        return _norm(call)
+    dims = dims_of(name, call.args, call.kwargs, count) or set(range(count))
+    axes = crossed(x, dims)
+    if not axes:
+        return _placed(x, call.on(x.local), dims)
+    if name in ("std", "var", "std_mean", "var_mean"):
+        return _spread(call, dims, axes)
+    result = _added(call, dims, axes)
+    return call.whole() if result is None else _placed(x, result, dims)
+
+
+def _added(call: ImageCall, dims: set[int], axes: Sequence[ImageAxis]) -> Tensor | None:
+    """Return what follows from that of each part; None if it does not."""
+    x, name = call.x, call.name
+    if name in _ADDED:
+        return over(call.on(x.local), axes)
+    if name == "mean":
+        return over(_summed(call, dims), axes) / math.prod(x.shape[dim] for dim in dims)
+    is_alone = len(dims) == x.dim() and not _named(call)
+    if name in ("amax", "amin") or (name in ("max", "min") and is_alone):
+        sign = 1 if name in ("amax", "max") else -1
+        return sign * over(sign * call.on(x.local), axes, "max")
+    if name in ("any", "all"):
+        sign = 1 if name == "any" else -1
+        return (sign * over(sign * call.on(x.local).int(), axes, "max")).bool()
+    return None
+
+
+def _named(call: ImageCall) -> bool:
+    """Return whether a maximum is told its dim, and so returns places as well."""
+    return len(call.args) > 1 or "dim" in call.kwargs
+
+
+def _extreme(call: ImageCall) -> Any:
+    """`max` and `min` of two tensors, element by element."""
+    if call.name in ("max", "min"):
+        return ImageTensor.rules["maximum"](call)
+    return call.whole()
+
+
+def _summed(call: ImageCall, dims: set[int]) -> Tensor:
+    """Return the sum of the part over the dims of a mean."""
+    keeps = bool(call.value(2, "keepdim", False))  # noqa: FBT003
+    return call.x.local.sum(sorted(dims), keepdim=keeps, dtype=call.kwargs.get("dtype"))
+
+
+def _placed(x: ImageTensor, result: Any, dims: set[int]) -> Any:
+    """Return what is left of an image in a result, or in several."""
+    if isinstance(result, tuple):
+        items = [_placed(x, item, dims) for item in result]
+        return type(result)(items) if hasattr(result, "_fields") else tuple(items)
+    return x.like(result, left(x, dims, keeps=result.dim() == x.dim()))
+
+
+def moments(
+    x: Tensor, dims: list[int], axes: Sequence[ImageAxis], rows: int
+) -> tuple[Tensor, Tensor]:
+    """Return mean and summed squares of distances from it, kept in size 1, of so many values.
+
+    Two sums over the ranks, since one with sums of squares would lose precision.
+    """
+    mean = over(x.sum(dims, keepdim=True), axes) / rows
+    return mean, over((x - mean).square().sum(dims, keepdim=True), axes)
+
+
+def _spread(call: ImageCall, dims: set[int], axes: Sequence[ImageAxis]) -> Any:
+    """Variances and standard deviations."""
+    x, args = call.x, call.args[1:]
+    unbiased = call.kwargs.get("unbiased", True)
+    args = tuple(arg for arg in args if not (isinstance(arg, bool) and (unbiased := arg) in (0, 1)))
+    correction = call.kwargs.get("correction")
+    correction = int(unbiased) if correction is None else correction
+    if len(args) > 1:
+        return call.whole()
+    rows = math.prod(x.shape[dim] for dim in dims)
+    mean, squares = moments(x.local, sorted(dims), axes, rows)
+    found = squares / max(rows - correction, 0)
+    if call.name.startswith("std"):
+        found = found.sqrt()
+    results = [found, mean] if call.name.endswith("_mean") else [found]
+    if not call.kwargs.get("keepdim", False):
+        results = [result.squeeze(sorted(dims)) for result in results]
+    placed = [_placed(x, result, dims) for result in results]
+    return tuple(placed) if len(placed) > 1 else placed[0]
+
+
+def _norm(call: ImageCall) -> Any:
+    """Roots of sums of squares; other norms where no rank has a part of what they are over."""
+    x = call.x
+    p = call.value(1, "p", call.kwargs.get("ord", 2))
+    given = call.value(2, "dim")
+    dims = set(range(x.dim()))
+    if given is not None:
+        listed = given if isinstance(given, tuple | list) else [given]
+        dims = {dim % x.dim() for dim in listed}
+    axes = crossed(x, dims)
+    if not axes:
+        return _placed(x, call.on(x.local), dims)
+    if p not in (None, 2, 2.0):
+        return call.whole()
+    keeps = bool(call.value(3, "keepdim", False))  # noqa: FBT003
+    total = over(x.local.square().sum(sorted(dims), keepdim=keeps), axes)
+    return _placed(x, total.sqrt(), dims)
+
+
+_ALONG = (
+    "softmax log_softmax softmin cumsum cumprod sort argsort topk kthvalue diff cummax cummin "
+    "logcumsumexp glu unique cosine_similarity pairwise_distance"
+)
+
+
+@rule(_ALONG)
+def along(call: ImageCall) -> Any:
+    """A function along one dim."""
+    x, count = call.x, call.x.dim()
+    dims = dims_of(call.name, call.args, call.kwargs, count)
+    if call.others() or len(call.tensors()) > 1 or call.name == "unique":
+        return call.whole()
+    dims = dims or {-1 % count}
+    if dims & set(x.divided()):
+        return call.whole()
+    result = call.on(x.local)
+    places = tuple(p if p and p.dim not in dims else None for p in x.places)
+    if isinstance(result, tuple):
+        return (
+            type(result)(x.like(item, places) for item in result)
+            if not hasattr(result, "_fields")
+            else type(result)([x.like(item, places) for item in result])
+        )
+    return x.like(result, places)
+
+
+@rule("normalize")
+def normalized_along(call: ImageCall) -> Any:
+    """A division by the norm along a dim."""
+    x, dim = call.x, call.value(2, "dim", 1)
+    dims = dim if isinstance(dim, tuple | list) else [dim]
+    if {d % x.dim() for d in dims} & set(x.divided()):
+        return call.whole()
+    return x.like(call.on(x.local))
+
+
+# Losses.
+
+_BY_ELEMENT = (
+    "mse_loss l1_loss smooth_l1_loss huber_loss binary_cross_entropy "
+    "binary_cross_entropy_with_logits kl_div soft_margin_loss poisson_nll_loss"
+)
+
+
+def _each(call: ImageCall) -> dict[str, Any]:
+    """Return the options of a loss that give that of each element."""
+    return call.kwargs | {"size_average": None, "reduce": None, "reduction": "none"}
+
+
+@rule(_BY_ELEMENT)
+def loss_of_elements(call: ImageCall) -> Any:
+    """A loss of each element of two tensors."""
+    tensors = call.tensors()
+    shape = torch.broadcast_shapes(*(x.shape for x in tensors[:2]))
+    axes, places = common(list(call.images()), torch.broadcast_shapes(*(x.shape for x in tensors)))
+    count = len(shape)
+    options = {
+        key: fit(value, axes, places, count) if isinstance(value, Tensor) else value
+        for key, value in _each(call).items()
+    }
+    options = {key: value for key, value in options.items() if key in (*call.kwargs, "reduction")}
+    args = [fit(x, axes, places, count) if isinstance(x, Tensor) else x for x in call.args]
+    each = call.func(*args, **options)
+    reduction = reduction_of(call.kwargs)
+    if call.kwargs.get("reduction") == "batchmean":
+        return _total(each, axes, places) / shape[0]
+    if reduction == "none":
+        return ImageTensor(each, axes, places)
+    total = _total(each, axes, places)
+    return total / shape.numel() if reduction == "mean" else total
+
+
+def _total(each: Tensor, axes: Axes, places: Places) -> Tensor:
+    """Return the sum over the whole image."""
+    divided = [a for a, p in zip(axes, places, strict=True) if p and a.divides(p.rows)]
+    return over(each.sum(), divided)
+
+
+@rule("cross_entropy nll_loss")
+def loss_by_class(call: ImageCall) -> Any:
+    """A loss of classes, in dim 1, of each pixel."""
+    values, target = call.value(0, "input"), call.value(1, "target")
+    is_short = target.dim() < values.dim()
+    source = values if isinstance(values, ImageTensor) else target
+    places = source.places
+    if source is target and is_short:
+        places = tuple(p and ImageDim(p.dim + 1, p.rows) for p in places)
+    if any(place and place.dim <= 1 for place in places):
+        return call.whole()
+    axes = source.axes
+    values = fit(values, axes, places, values.dim())
+    behind = tuple(p and ImageDim(p.dim - 1, p.rows) for p in places) if is_short else places
+    target = fit(target, axes, behind, target.dim())
+    weight = gathered(found) if (found := call.value(2, "weight")) is not None else None
+    options = {k: v for k, v in _each(call).items() if k in call.kwargs or k == "reduction"}
+    options.pop("weight", None)
+    each = call.func(values, target, weight=weight, **options)
+    result_places = tuple(p and ImageDim(p.dim - 1, p.rows) for p in places)
+    reduction = reduction_of(call.kwargs)
+    if reduction == "none":
+        return ImageTensor(each, axes, result_places)
+    total = _total(each, axes, result_places)
+    if reduction == "sum":
+        return total
+    if target.is_floating_point():
+        return total / math.prod([values.shape[0], *_sizes(result_places, each)])
+    counts = target != call.kwargs.get("ignore_index", -100)
+    if weight is not None:
+        counts = weight.detach()[torch.where(counts, target, 0)] * counts
+    return total / _total(counts.to(total.dtype), axes, behind)
+
+
+def _sizes(places: Places, each: Tensor) -> list[int]:
+    """Return the sizes of the whole of `each` behind the samples."""
+    sizes = list(each.shape)
+    for place in places:
+        if place:
+            sizes[place.dim] = place.rows
+    return sizes[1:]

@@ -1,0 +1,450 @@
+"""Rules for convolutions and pooling: a rank gets the rows around its part that its windows read.
+
+The rows of an output are divided like those of every image, so a rank knows by arithmetic which
+input rows its windows read: its own, some of other ranks, and padding at the border of the image.
+It computes on them without padding in that dim.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Sequence
+from typing import Any, NamedTuple
+
+import torch
+from torch import Tensor
+from torch.autograd import Function
+from torch.nn import functional
+
+from msrun.parallel.images.image_tensor import ImageCall, ImageDim, ImageTensor, Places, rule
+from msrun.parallel.images.parts import Span, pieces, window_rows
+from msrun.parallel.images.rows import RowMove, received, sent_back
+
+_CHANNELS = 1
+
+
+class Reach(NamedTuple):
+    """The rows of one dim that windows of this rank read.
+
+    Args:
+        move: How they get here.
+        before: Rows of padding before them.
+        after: And after them.
+    """
+
+    move: RowMove
+    before: int
+    after: int
+
+
+class Window(NamedTuple):
+    """Windows along one dim."""
+
+    kernel: int
+    stride: int
+    padding: int
+    dilation: int
+
+    def count(self, rows: int, *, ceil: bool = False) -> int:
+        """Return how many there are over so many rows."""
+        room = rows + 2 * self.padding - self.dilation * (self.kernel - 1) - 1
+        found = (-(-room // self.stride) if ceil else room // self.stride) + 1
+        # As in torch: the last window must begin inside of the image or the padding before it.
+        if ceil and (found - 1) * self.stride >= rows + self.padding:
+            found -= 1
+        return found
+
+
+def reach(x: ImageTensor, dim: int, window: Window, count: int) -> Reach:
+    """Return what windows along a divided dim of `x` read, of which there are `count`."""
+    axis, rows = x.axes[x.placed()[dim]], x.shape[dim]
+    wanted = [
+        window_rows(
+            out,
+            kernel=window.kernel,
+            stride=window.stride,
+            padding=window.padding,
+            dilation=window.dilation,
+        )
+        for out in axis.spans(count)
+    ]
+    inside: list[Span] = [(min(max(a, 0), rows), min(max(b, 0), rows)) for a, b in wanted]
+    first, end = wanted[axis.rank]
+    found, last = inside[axis.rank]
+    plan = pieces(axis.spans(rows), tuple((span,) if span[1] > span[0] else () for span in inside))
+    move = RowMove(dim, axis.group, axis.rank, axis.spans(rows), plan)
+    if found >= last:  # all of it is padding
+        return Reach(move, end - first, 0)
+    return Reach(move, found - first, end - last)
+
+
+class Extended(NamedTuple):
+    """A part with the rows around it.
+
+    Args:
+        x: All of them.
+        arrived: For each dim what is not of the part itself: the pieces before and after it.
+    """
+
+    x: Tensor
+    arrived: list[tuple[list[Tensor], list[Tensor]]]
+
+
+def extended(x: Tensor, reaches: Sequence[Reach], value: float = 0.0) -> Extended:
+    """Return `x` with the rows that windows read, and padding of `value`."""
+    arrived = []
+    for one in reaches:
+        parts = [x] if one.move.is_still else received(x, one.move)
+        own = [at for at, p in enumerate(one.move.own) if p.source == one.move.rank]
+        at = own[0] if own else len(parts)
+        others = (parts[:at], parts[at + 1 :])
+        x = _joined(x, one, others, value)
+        arrived.append(others)
+    return Extended(x, arrived)
+
+
+def again(
+    x: Tensor, reaches: Sequence[Reach], arrived: Sequence[tuple[list[Tensor], list[Tensor]]]
+) -> Tensor:
+    """Return what `extended` returned, from what arrived then."""
+    for one, others in zip(reaches, arrived, strict=True):
+        x = _joined(x, one, others, 0.0)
+    return x
+
+
+def _joined(
+    x: Tensor, one: Reach, others: tuple[list[Tensor], list[Tensor]], value: float
+) -> Tensor:
+    move = one.move
+    own = [
+        x.narrow(move.dim, p.first - move.first, p.end - p.first)
+        for p in move.own
+        if p.source == move.rank
+    ]
+    parts = [_padding(x, move.dim, one.before, value), *others[0], *own, *others[1]]
+    parts.append(_padding(x, move.dim, one.after, value))
+    parts = [part for part in parts if part.size(move.dim)]
+    return parts[0] if len(parts) == 1 else torch.cat(parts, move.dim)
+
+
+def _padding(x: Tensor, dim: int, rows: int, value: float) -> Tensor:
+    shape = list(x.shape)
+    shape[dim] = rows
+    return x.new_full(shape, value)
+
+
+def drawn_in(gradient: Tensor, reaches: Sequence[Reach]) -> Tensor:
+    """Return the gradient of a part, from that of the part with the rows around it."""
+    for one in reversed(reaches):
+        dim = one.move.dim
+        rows = gradient.size(dim) - one.before - one.after
+        gradient = gradient.narrow(dim, one.before, rows)
+        if not one.move.is_still:
+            gradient = sent_back(gradient, one.move)
+    return gradient
+
+
+class _Extend(Function):
+    """`extended` with a gradient."""
+
+    @staticmethod
+    def forward(ctx: Any, x: Tensor, reaches: Sequence[Reach], value: float) -> Tensor:
+        ctx.reaches = reaches
+        return extended(x, reaches, value).x
+
+    @staticmethod
+    def backward(ctx: Any, gradient: Tensor) -> tuple[Tensor | None, ...]:
+        return _DrawIn.apply(gradient, ctx.reaches), None, None  # type: ignore[no-untyped-call]
+
+
+class _DrawIn(Function):
+    @staticmethod
+    def forward(ctx: Any, gradient: Tensor, reaches: Sequence[Reach]) -> Tensor:
+        ctx.reaches = reaches
+        return drawn_in(gradient, reaches).clone()
+
+    @staticmethod
+    def backward(ctx: Any, gradient: Tensor) -> tuple[Tensor | None, ...]:
+        return _Extend.apply(gradient, ctx.reaches, 0.0), None  # type: ignore[no-untyped-call]
+
+
+def extend(x: Tensor, reaches: Sequence[Reach], value: float = 0.0) -> Tensor:
+    """Return `x` with the rows that windows read."""
+    if all(one.move.is_still and not (one.before or one.after) for one in reaches):
+        return x
+    result: Tensor = _Extend.apply(x, reaches, value)  # type: ignore[no-untyped-call]
+    return result
+
+
+class _Convolve(Function):
+    """A convolution of a part and the rows around it.
+
+    It keeps the part, which the layer before keeps too, and the few rows that arrived; a copy of
+    all would cost the memory that the division saves.
+    """
+
+    @staticmethod
+    def forward(  # noqa: PLR0917 - as of autograd
+        ctx: Any,
+        x: Tensor,
+        weight: Tensor,
+        bias: Tensor | None,
+        reaches: Sequence[Reach],
+        options: tuple[list[int], list[int], list[int], int],
+    ) -> Tensor:
+        found = extended(x, reaches)
+        flat = [part for pair in found.arrived for side in pair for part in side]
+        ctx.save_for_backward(x, weight, bias, *flat)
+        ctx.counts = [tuple(map(len, pair)) for pair in found.arrived]
+        ctx.reaches, ctx.options = reaches, options
+        stride, padding, dilation, groups = options
+        return torch.convolution(
+            found.x,
+            weight,
+            bias,
+            stride,
+            padding,
+            dilation,
+            False,  # noqa: FBT003
+            [0] * len(stride),
+            groups,
+        )
+
+    @staticmethod
+    @torch.autograd.function.once_differentiable
+    def backward(ctx: Any, gradient: Tensor) -> tuple[Tensor | None, ...]:
+        x, weight, bias, *flat = ctx.saved_tensors
+        left = iter(flat)
+        arrived = [
+            ([next(left) for _ in range(before)], [next(left) for _ in range(after)])
+            for before, after in ctx.counts
+        ]
+        stride, padding, dilation, groups = ctx.options
+        found = again(x, ctx.reaches, arrived)
+        needs = ctx.needs_input_grad[:3]
+        of_x, of_weight, of_bias = torch.ops.aten.convolution_backward(
+            gradient,
+            found,
+            weight,
+            None if bias is None else list(bias.shape),
+            stride,
+            padding,
+            dilation,
+            False,  # noqa: FBT003
+            [0] * len(stride),
+            groups,
+            [needs[0], needs[1], bool(needs[2] and bias is not None)],
+        )
+        if needs[0]:
+            of_x = drawn_in(of_x, ctx.reaches)
+        return of_x, of_weight, of_bias, None, None
+
+
+def numbers(value: Any, count: int) -> list[int]:
+    """Return an option of each dim, which may be given once for all."""
+    given = [value] if isinstance(value, int) else list(value)
+    return [int(number) for number in (given * count if len(given) == 1 else given)]
+
+
+def _batched(call: ImageCall, count: int) -> ImageTensor:
+    """Return the first argument, (samples, channels, ...), with so many dims behind."""
+    x = call.x
+    if x.dim() != count + 2 or {0, 1} & set(x.divided()):
+        raise call.refusal(f"a {call.name} of {tuple(x.shape)}")
+    return x
+
+
+@rule("conv1d conv2d conv3d")
+def convolved(call: ImageCall) -> Any:
+    """Convolutions, whose windows may have strides, dilations and groups."""
+    count = int(call.name[4])
+    x = _batched(call, count)
+    weight, bias = call.value(1, "weight"), call.value(2, "bias")
+    if isinstance(weight, ImageTensor):
+        raise call.refusal(f"a {call.name} with a weight that is an image")
+    stride = numbers(call.value(3, "stride", 1), count)
+    padding = call.value(4, "padding", 0)
+    dilation = numbers(call.value(5, "dilation", 1), count)
+    groups = call.value(6, "groups", 1)
+    kernel = list(weight.shape[2:])
+    if padding == "same":
+        total = [d * (k - 1) for d, k in zip(dilation, kernel, strict=True)]
+        if any(size % 2 for size in total):
+            sides = [side for size in reversed(total) for side in (size // 2, size - size // 2)]
+            args = (functional.pad(x, sides), weight, bias, stride, 0, dilation, groups)
+            return call.func(*args)
+        padding = [size // 2 for size in total]
+    padding = numbers(0 if padding == "valid" else padding, count)
+    windows = [Window(*one) for one in zip(kernel, stride, padding, dilation, strict=True)]
+    places, reaches = _reaches(call, x, windows)
+    for one in reaches:
+        padding[one.move.dim - 2] = 0
+    local: Tensor = _Convolve.apply(  # type: ignore[no-untyped-call]
+        x.local, weight, bias, reaches, (stride, padding, dilation, groups)
+    )
+    return x.like(local, places)
+
+
+def _reaches(
+    call: ImageCall, x: ImageTensor, windows: Sequence[Window], *, ceil: bool = False
+) -> tuple[Places, list[Reach]]:
+    """Return the places in the output of windows, and the rows that they read of divided dims."""
+    places: list[ImageDim | None] = []
+    reaches = []
+    for at, place in enumerate(x.places):
+        if place is None:
+            places.append(None)
+            continue
+        window = windows[place.dim - 2]
+        count = window.count(place.rows, ceil=ceil)
+        if count < 1:
+            raise call.refusal(
+                f"a {call.name} with windows of {window.kernel} over {place.rows} rows"
+            )
+        places.append(ImageDim(place.dim, count))
+        if x.is_divided(at):
+            reaches.append(reach(x, place.dim, window, count))
+    return tuple(places), reaches
+
+
+@rule("conv_transpose1d conv_transpose2d conv_transpose3d")
+def transposed(call: ImageCall) -> Any:
+    """Transposed convolutions: each input row is spread over rows of the output."""
+    count = int(call.name[-2])
+    x = _batched(call, count)
+    weight, bias = call.value(1, "weight"), call.value(2, "bias")
+    stride, padding, more = (
+        numbers(call.value(at, name, default), count)
+        for at, name, default in ((3, "stride", 1), (4, "padding", 0), (5, "output_padding", 0))
+    )
+    groups = call.value(6, "groups", 1)
+    dilation = numbers(call.value(7, "dilation", 1), count)
+    kernel = weight.shape[2:]
+    local, sides, places = x.local, [0] * (2 * count), list(x.places)
+    cut = [*padding], [*more]
+    for at, place in enumerate(x.places):
+        if place is None:
+            continue
+        d = place.dim - 2
+        reached = dilation[d] * (kernel[d] - 1)
+        rows = (place.rows - 1) * stride[d] - 2 * padding[d] + reached + more[d] + 1
+        places[at] = ImageDim(place.dim, rows)
+        if not x.is_divided(at):
+            continue
+        axis = x.axes[at]
+        needs = tuple(
+            _spread_from(out, place.rows, stride[d], padding[d], reached)
+            for out in axis.spans(rows)
+        )
+        local = axis.move(local, place.dim, axis.spans(place.rows), tuple((n,) for n in needs))
+        (first, end), (given, last) = axis.part(rows), needs[axis.rank]
+        begin = given * stride[d] - padding[d]
+        length = (last - given - 1) * stride[d] + reached + 1
+        cut[0][d] = cut[1][d] = 0
+        behind = 2 * (count - 1 - d)
+        sides[behind : behind + 2] = [begin - first, end - begin - length]
+    found = call.func(local, weight, None, stride, cut[0], cut[1], groups, dilation)
+    found = functional.pad(found, sides)
+    if bias is not None:
+        found = found + bias.view([1, -1, *[1] * count])
+    return x.like(found, tuple(places))
+
+
+def _spread_from(out: Span, rows: int, stride: int, padding: int, reached: int) -> Span:
+    """Return the input rows, one at least, that are spread over the rows `out`."""
+    first = -((reached - out[0] - padding) // stride)
+    end = (out[1] - 1 + padding) // stride + 1
+    first = min(max(first, 0), rows - 1)
+    return first, min(max(end, first + 1), rows)
+
+
+def _pool_windows(call: ImageCall, count: int, at: int) -> list[Window]:
+    """Return the windows of a pooling whose dilation is argument number `at`; 0 for none."""
+    kernel = numbers(call.value(1, "kernel_size"), count)
+    given = call.value(2, "stride")
+    stride = numbers(given, count) if given is not None and given != [] else kernel
+    padding = numbers(call.value(3, "padding", 0), count)
+    dilation = numbers(call.value(at, "dilation", 1) if at else 1, count)
+    return [Window(*one) for one in zip(kernel, stride, padding, dilation, strict=True)]
+
+
+@rule("max_pool1d max_pool2d max_pool3d")
+def max_pooled(call: ImageCall) -> Any:
+    """Maxima of windows."""
+    count = int(call.name[8])
+    x = _batched(call, count)
+    windows = _pool_windows(call, count, 4)
+    ceil = call.value(5, "ceil_mode", False)  # noqa: FBT003
+    if call.kwargs.get("return_indices", False):
+        return call.whole()
+    places, reaches = _reaches(call, x, windows, ceil=ceil)
+    padding = [window.padding for window in windows]
+    for one in reaches:
+        padding[one.move.dim - 2] = 0
+    local = extend(x.local, reaches, -math.inf)
+    found = call.func(
+        local,
+        [window.kernel for window in windows],
+        [window.stride for window in windows],
+        padding,
+        [window.dilation for window in windows],
+        ceil_mode=ceil,
+    )
+    return x.like(found, places)
+
+
+@rule("max_pool1d_with_indices max_pool2d_with_indices max_pool3d_with_indices")
+def max_pooled_with_indices(call: ImageCall) -> Any:
+    """Maxima and their places in the whole image."""
+    return call.whole()
+
+
+@rule("avg_pool1d avg_pool2d avg_pool3d")
+def avg_pooled(call: ImageCall) -> Any:
+    """Means of windows, which may count padding."""
+    count = int(call.name[8])
+    x = _batched(call, count)
+    windows = _pool_windows(call, count, 0)
+    ceil = bool(call.value(4, "ceil_mode", False))  # noqa: FBT003
+    counts_padding = bool(call.value(5, "count_include_pad", True))  # noqa: FBT003
+    fixed = call.value(6, "divisor_override") if count > 1 else None
+    places, reaches = _reaches(call, x, windows, ceil=ceil)
+    kernel = [window.kernel for window in windows]
+    stride = [window.stride for window in windows]
+    sides = [0] * (2 * count)
+    divided = {one.move.dim - 2: one for one in reaches}
+    for d, window in enumerate(windows):
+        if d not in divided:
+            rows = x.shape[d + 2]
+            last = (window.count(rows, ceil=ceil) - 1) * window.stride + window.kernel
+            behind = 2 * (count - 1 - d)
+            sides[behind : behind + 2] = [window.padding, last - rows - window.padding]
+    local = functional.pad(extend(x.local, reaches), sides)
+    found = call.func(local, kernel, stride)
+    is_plain = not ceil and not any(window.padding for window in windows)
+    if fixed is None and (is_plain or (counts_padding and not ceil)):
+        return x.like(found, places)
+    found = found * math.prod(kernel)
+    if fixed is not None:
+        return x.like(found / fixed, places)
+    for d, window in enumerate(windows):
+        rows = x.shape[d + 2]
+        total = window.count(rows, ceil=ceil)
+        first, end = (0, total)
+        if d in divided:
+            axis = x.axes[x.placed()[d + 2]]
+            first, end = axis.part(total)
+        counted = [
+            _counted(window, at, rows, counts_padding=counts_padding) for at in range(first, end)
+        ]
+        shape = [-1 if at == d else 1 for at in range(count)]
+        found = found / found.new_tensor(counted).view(shape)
+    return x.like(found, places)
+
+
+def _counted(window: Window, at: int, rows: int, *, counts_padding: bool) -> int:
+    """Return how many rows the window number `at` counts."""
+    first = at * window.stride - window.padding
+    if counts_padding:
+        return min(first + window.kernel, rows + window.padding) - first
+    return min(first + window.kernel, rows) - max(first, 0)

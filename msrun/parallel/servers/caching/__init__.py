@@ -1,0 +1,1 @@
+"""Rows that ranks keep: the cache, what servers know for it, and rows fetched ahead."""
