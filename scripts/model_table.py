@@ -404,10 +404,11 @@ and compares losses, weights and buffers with plain torch in one process on the 
 in float32) and 1e-6 of each weight. A refusal is one sentence before any weight changes; the
 numbers lead to the sentences below the table.
 
-`scripts/model_table.py` makes this page, from the models of `scripts/zoo_text.py` and
-`scripts/zoo_others.py`. `python scripts/model_table.py run --again` trains all cells anew, or with
-`--only 'Llama:tp'` one of them, and `... page` writes the page. The nightly workflow runs every row
-again and compares (`.ci/run slow`), and each change a sample of the cells.
+`scripts/model_table.py` makes this page, from the models of `scripts/zoo_text.py`,
+`scripts/zoo_others.py` and `scripts/zoo_families.py`. `python scripts/model_table.py run --again`
+trains all cells anew, or with `--only 'Llama:tp'` one of them, and `... page` writes the page. The
+nightly workflow runs every row again and compares (`.ci/run slow`), and each change a sample of the
+cells.
 
 """
 _NOTES = """
@@ -420,10 +421,10 @@ _NOTES = """
 - Optimizers are AdamW, and SGD where gradients are sparse. Losses are computed from the logits, and
   targets hold padding of -100. Decoders have `use_cache=False`; the rows with `labels` have their
   default cache, padding and a mask, and return the loss that transformers computes.
-- The cells are of the evening of 22 November 2026, from several states of that evening. The rows
-  from GPT-2 to Mistral, and that of Mixtral up to `accumulate`, were run anew on 23 November 2026,
-  in one state, and came to the same. `tests/torch/models/test_other_families.py` has families that
-  are not in the table.
+- All cells were run on 23 November 2026, in one run of one state. `tp` and `dp x tp, zero 1` of all
+  rows, and `pp`, `recompute` and `auto` of the rows from GPT-2 to `Llama, LoRA`, were run again
+  after later changes, as was `recompute` of RWKV, which had ended with a traceback, as `tp` of
+  SpeechT5 had. `tests/torch/models/test_other_families.py` has families that are not in the table.
 """
 
 

@@ -8,6 +8,7 @@ from __future__ import annotations
 import dataclasses
 
 from zoo_entry import SAMPLES, ZooModel  # type: ignore[import-not-found]  # beside this file
+from zoo_families import FAMILIES  # type: ignore[import-not-found]
 from zoo_others import OTHER_MODELS  # type: ignore[import-not-found]
 from zoo_text import TEXT_MODELS  # type: ignore[import-not-found]
 
@@ -16,5 +17,5 @@ __all__ = ["SAMPLES", "ZOO", "ZooModel"]
 _COMBINED = ("GPT-2", "Llama", "DistilBERT", "ALBERT", "BART", "CLIP")
 ZOO: dict[str, ZooModel] = {
     name: dataclasses.replace(entry, is_combined=name in _COMBINED)
-    for name, entry in {**TEXT_MODELS, **OTHER_MODELS}.items()
+    for name, entry in {**TEXT_MODELS, **OTHER_MODELS, **FAMILIES}.items()
 }

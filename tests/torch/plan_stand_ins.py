@@ -249,6 +249,13 @@ class GroupedLanguage(Language):
     def get_output_embeddings(self):
         return None
 
+    def forward(self, tokens):
+        x = self.embed(tokens)
+        x += x.mean(1, keepdim=True).detach()  # in place, as BLIP adds its positions
+        for layer in self.layers:
+            x = layer(x)
+        return self.head(x)
+
 
 MODELS = {
     "grouped": Language,

@@ -233,7 +233,7 @@ class _Hooks:
         placed: DTensor = shared[0].result
         return placed
 
-    def after(self, _: nn.Module, args: tuple[Any, ...], output: Any) -> Any:
+    def after(self, module: nn.Module, args: tuple[Any, ...], output: Any) -> Any:
         del args
         if self._taken is not None:
             self._write_back(*self._taken)
@@ -245,7 +245,9 @@ class _Hooks:
         placed = self._output.put(output)
         if not all(placement.is_replicate() for placement in placed.placements):
             return placed
-        is_new = isinstance(output, DTensor) and placed is not output
+        # An embedding is replicated by the guard, where it was looked up.
+        is_new = placed is not output or isinstance(module, nn.Embedding)
+        is_new = is_new and isinstance(output, DTensor)
         own: Tensor = placed.to_local()
         return _Owned.apply(own) if is_new else own  # type: ignore[no-untyped-call]  # as torch has it
 

@@ -1,31 +1,20 @@
-"""Families of transformers and diffusers that the table of models leaves out, in some columns."""
+"""Families of diffusers and peft that the table of models leaves out, in some columns."""
 
+import importlib
 from functools import partial
 
 import model_table
 import pytest
 import torch
-from zoo_entry import SAMPLES, ZooModel, of, squared
-from zoo_text import decoder, model_of
+from torch import nn
+from zoo_entry import SAMPLES, TEXT, ZooModel, labelled, of, squared
 
-pytestmark = [pytest.mark.torch, pytest.mark.slow]
-
-LATENT = {
-    "num_key_value_heads": 4,
-    "kv_lora_rank": 8,
-    "q_lora_rank": 8,
-    "qk_rope_head_dim": 4,
-    "qk_nope_head_dim": 4,
-    "v_head_dim": 4,
-    "n_routed_experts": 4,
-    "num_experts_per_tok": 2,
-    "moe_intermediate_size": 16,
-    "n_shared_experts": 1,
-    "first_k_dense_replace": 1,
-    "n_group": 2,
-    "topk_group": 1,
-    "experts_implementation": "eager",
-}
+pytestmark = [
+    pytest.mark.torch,
+    pytest.mark.slow,
+    # Of transformers, for a name that peft uses.
+    pytest.mark.filterwarnings("ignore:.is_gradient_checkpointing. is deprecated"),
+]
 
 
 def noise(*shape):
@@ -60,29 +49,82 @@ def stable_diffusion():
     )
 
 
-FAMILIES = {
-    "Phi3": decoder("Phi3", "auto_tp"),
-    "Gemma 3": model_of(
-        *("Gemma3ForCausalLM", "Gemma3TextConfig", "model.layers"),
-        vocab_size=40,
-        hidden_size=16,
-        intermediate_size=32,
-        num_hidden_layers=2,
-        num_attention_heads=4,
-        num_key_value_heads=2,
-        head_dim=4,
-        query_pre_attn_scalar=4,
-        sliding_window=4,
-        use_cache=False,
+class Placed(nn.Module):
+    """A transformer of Flux that has the places of its image and text."""
+
+    def __init__(self):
+        super().__init__()
+        self.transformer = of(
+            *("diffusers", "FluxTransformer2DModel"),
+            patch_size=1,
+            in_channels=4,
+            num_layers=1,
+            num_single_layers=1,
+            attention_head_dim=8,
+            num_attention_heads=2,
+            joint_attention_dim=16,
+            pooled_projection_dim=16,
+            guidance_embeds=False,
+            axes_dims_rope=(2, 2, 4),
+        )
+        self.register_buffer("image_places", torch.randn(9, 3))
+        self.register_buffer("text_places", torch.zeros(6, 3))
+
+    def forward(self, image, text, pooled, time):
+        places = self.image_places, self.text_places
+        return self.transformer(image, text, pooled, time, *places).sample
+
+
+def flux():
+    """Return the entry of the transformer of Flux."""
+    return ZooModel(
+        needs="diffusers",
+        make=Placed,
+        inputs=lambda: (noise(9, 4), noise(6, 16), noise(16), torch.arange(SAMPLES) / 8.0),
+        target=partial(noise, 9, 4),
+        loss=squared,
+        blocks=["transformer.transformer_blocks", "transformer.single_transformer_blocks"],
         plan="auto_tp",
-    ),
-    "DeepSeek-V3": decoder("DeepseekV3", "auto_tp", **LATENT),
+    )
+
+
+def adapted(settings, **options):
+    """Return the entry of a Llama that peft adapts."""
+
+    def make():
+        peft = importlib.import_module("peft")
+        model = of("transformers", "LlamaForCausalLM", "LlamaConfig", **TEXT)
+        found = peft.get_peft_model(model, getattr(peft, settings)(**options))
+        for param in found.parameters():
+            if param.requires_grad and not param.any():  # nothing reaches the others then
+                nn.init.normal_(param, std=0.1)
+        return found
+
+    blocks = ["base_model.model.model.layers"] if "target_modules" in options else []
+    return ZooModel(
+        needs="peft",
+        make=make,
+        inputs=labelled,
+        blocks=blocks or ["base_model.model.layers"],
+        plan="auto_tp",
+    )
+
+
+FAMILIES = {
     "Stable Diffusion 3": stable_diffusion(),
+    "Flux": flux(),
+    "DoRA": adapted("LoraConfig", r=4, use_dora=True, target_modules=["q_proj", "v_proj"]),
+    "IA3": adapted(
+        "IA3Config",
+        target_modules=["k_proj", "v_proj", "down_proj"],
+        feedforward_modules=["down_proj"],
+    ),
+    "prompt tuning": adapted("PromptTuningConfig", task_type="CAUSAL_LM", num_virtual_tokens=3),
 }
 
 
 @pytest.mark.timeout(300)
-@pytest.mark.parametrize("column", ["dp", "zero 3", "tp", "pp"])
+@pytest.mark.parametrize("column", ["dp", "zero 3", "tp", "pp", "auto"])
 @pytest.mark.parametrize("family", FAMILIES)
 def test_a_family_trains_as_in_one_process(family, column):
     pytest.importorskip(FAMILIES[family].needs)
