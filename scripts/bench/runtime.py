@@ -384,14 +384,7 @@ def _plain(name: str, lm: Any) -> Step:
     if name == "cp":
         _divide_tokens(model, lm)
     if name == "ep":
-        for module in list(model.modules()):
-            if isinstance(module, lm.Mixture):
-                module.experts = _Experts(module.experts)
-        own = [name for name, _ in model.named_parameters() if ".experts." in name]
-        # What users of it call.
-        kind: Any = DistributedDataParallel
-        ignore = kind._set_params_and_buffers_to_ignore_for_model  # noqa: SLF001
-        ignore(model, own)
+        _share_out_experts(model, lm)
     if name == "images":
         _divide_rows(model)
     if name in ("dp", "cp", "ep", "images"):
@@ -408,6 +401,16 @@ def _plain(name: str, lm: Any) -> Step:
     step = functools.partial(_plain_step, model, optimizer, _loss_of(lm))
     cuts = {"cp": _on_part, "images": _on_rows}
     return functools.partial(cuts[name], step) if name in cuts else step
+
+
+def _share_out_experts(model: Any, lm: Any) -> None:
+    for module in list(model.modules()):
+        if isinstance(module, lm.Mixture):
+            module.experts = _Experts(module.experts)
+    own = [name for name, _ in model.named_parameters() if ".experts." in name]
+    # What users of it call.
+    kind: Any = DistributedDataParallel
+    kind._set_params_and_buffers_to_ignore_for_model(model, own)  # noqa: SLF001
 
 
 def _copied_step(model: Any, optimizer: Any, loss_of: Any, inputs: Tensor, target: Tensor) -> float:
