@@ -18,18 +18,10 @@ import msgspec
 
 from msrun.bounded_file import read_bounded
 from msrun.errors import ConfigError
-from msrun.parallel.config import (
-    ROOT,
-    LayoutRule,
-    Optimizer,
-    ParallelConfig,
-    Pipeline,
-    PlanRule,
-    Recompute,
-    Reduce,
-)
+from msrun.parallel.config import ROOT, Optimizer, ParallelConfig, Pipeline, Recompute, Reduce
 from msrun.parallel.notation.mindspore_keys import translate
 from msrun.parallel.notation.rules import check_notation
+from msrun.parallel.settings.plan_rules import LayoutRule, PlanRule
 from msrun.parallel.settings.section import ConfigSection
 from msrun.parallel.settings.servers import (
     ServerCache,

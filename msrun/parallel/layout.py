@@ -37,22 +37,12 @@ from collections.abc import Iterator, Mapping, Sequence
 import msgspec
 
 from msrun.errors import ConfigError
-from msrun.parallel.config import (
-    CONTEXT_AXIS,
-    DATA_AXIS,
-    PIPELINE_AXIS,
-    REST,
-    ROOT,
-    TENSOR_AXIS,
-    UNSHARDED_DIMS,
-    Dim,
-    ParallelConfig,
-    PlanRule,
-)
+from msrun.parallel.config import DATA_AXIS, PIPELINE_AXIS, REST, ROOT, TENSOR_AXIS, ParallelConfig
 from msrun.parallel.notation.dims import axes_of_dims, shown_dims
 from msrun.parallel.notation.rules import RuleAxes, batch_free, check_notation
 from msrun.parallel.settings.grids import GRID_AXES
 from msrun.parallel.settings.images import image_axes
+from msrun.parallel.settings.plan_rules import CONTEXT_AXIS, UNSHARDED_DIMS, Dim, PlanRule
 from msrun.units import quoted
 
 # Axes of a plan beside ZeRO: `fully_shard` shards parameters that a plan sharded over at most two.

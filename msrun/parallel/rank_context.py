@@ -17,8 +17,9 @@ from torch import Tensor
 from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
 
 from msrun.errors import ConfigError, ModelError
-from msrun.parallel.config import CONTEXT_AXIS, ParallelConfig
+from msrun.parallel.config import ParallelConfig
 from msrun.parallel.layout import EXPERT_AXIS, MeshLayout, resolve, root_axes, tokens_as_data
+from msrun.parallel.settings.plan_rules import CONTEXT_AXIS
 
 
 @dataclass(frozen=True, slots=True)

@@ -26,7 +26,7 @@ from torch import nn
 
 from msrun.errors import ModelError
 from msrun.parallel import torch_compat
-from msrun.parallel.config import DATA_AXIS, PIPELINE_AXIS, ROOT, ParallelConfig, PlanRule
+from msrun.parallel.config import DATA_AXIS, PIPELINE_AXIS, ROOT, ParallelConfig
 from msrun.parallel.data_parallel import parameter_hooks, reductions, sparse_embedding
 from msrun.parallel.data_parallel.parameter_hooks import ParameterHooks
 from msrun.parallel.data_parallel.replica_digest import ReplicaDigest
@@ -42,6 +42,7 @@ from msrun.parallel.replicas import (
     check_materialized,
     split_random_streams,
 )
+from msrun.parallel.settings.plan_rules import PlanRule
 from msrun.parallel.sharded_model import (
     Context,
     OriginalParameters,

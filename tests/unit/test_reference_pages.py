@@ -11,7 +11,8 @@ from msrun import environ
 from msrun.cli.options.table import PLAN_TABLE
 from msrun.cli.verb_table import VERBS
 from msrun.errors import ExitCode
-from msrun.parallel.config import Optimizer, ParallelConfig, PlanRule
+from msrun.parallel.config import Optimizer, ParallelConfig
+from msrun.parallel.settings.plan_rules import PlanRule
 
 
 def page_of(name):

@@ -22,16 +22,7 @@ from typing import Any
 from torch import nn
 
 from msrun.errors import ConfigError
-from msrun.parallel.config import (
-    DATA_AXIS,
-    PIPELINE_AXIS,
-    ROOT,
-    UNSHARDED_DIMS,
-    Dim,
-    Dims,
-    ParallelConfig,
-    PlanRule,
-)
+from msrun.parallel.config import DATA_AXIS, PIPELINE_AXIS, ROOT, ParallelConfig
 from msrun.parallel.config_file import load_yaml, read_config
 from msrun.parallel.layout import MeshLayout, resolve, rules_of
 from msrun.parallel.search.graph.axis_placement import RR
@@ -39,6 +30,7 @@ from msrun.parallel.search.graph.module_io import ModuleIO
 from msrun.parallel.search.graph.program import Program
 from msrun.parallel.search.solve.build import Pin
 from msrun.parallel.search.solve.problem import layout_node
+from msrun.parallel.settings.plan_rules import UNSHARDED_DIMS, Dim, Dims, PlanRule
 from msrun.parallel.tensor.describe import describe_modules
 from msrun.parallel.tensor.plan import ModulePlan, plan_modules
 

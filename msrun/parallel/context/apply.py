@@ -5,10 +5,10 @@ from __future__ import annotations
 from torch import nn
 
 from msrun.errors import ModelError
-from msrun.parallel.config import PlanRule
 from msrun.parallel.context.sequences import Sequences
 from msrun.parallel.match import matching
 from msrun.parallel.rank_context import SequenceRanks
+from msrun.parallel.settings.plan_rules import PlanRule
 from msrun.parallel.sharded_model import refuse_copies
 from msrun.parallel.torch_compat import is_compiled, is_compiled_in_place
 

@@ -27,10 +27,11 @@ from torch.distributed.tensor import DTensor
 
 from msrun.errors import ConfigError, ModelError
 from msrun.parallel import torch_compat
-from msrun.parallel.config import DATA_AXIS, UNSHARDED_DIMS, Dims
+from msrun.parallel.config import DATA_AXIS
 from msrun.parallel.layout import MeshLayout, plan_axes
 from msrun.parallel.notation.rules import batch_free
 from msrun.parallel.rank_context import RankContext
+from msrun.parallel.settings.plan_rules import UNSHARDED_DIMS, Dims
 from msrun.parallel.tensor import hooks
 from msrun.parallel.tensor.guard import Guard
 from msrun.parallel.tensor.outputs import plain

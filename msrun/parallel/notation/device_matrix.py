@@ -17,8 +17,8 @@ from typing import Any
 import msgspec
 
 from msrun.errors import ConfigError, UsageError
-from msrun.parallel.config import Dims
 from msrun.parallel.notation.dims import consecutive_axes, dim_of, shown_mesh, shown_ranks
+from msrun.parallel.settings.plan_rules import Dims
 from msrun.units import quoted
 
 WHOLE = "None"

@@ -22,7 +22,7 @@ from collections.abc import Mapping, Sequence
 import msgspec
 
 from msrun.errors import ConfigError, UsageError
-from msrun.parallel.config import Dim, Dims
+from msrun.parallel.settings.plan_rules import Dim, Dims
 
 REST_OF_DIMS = "..."
 

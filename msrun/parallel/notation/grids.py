@@ -21,9 +21,9 @@ from collections.abc import Sequence
 import msgspec
 
 from msrun.errors import ConfigError
-from msrun.parallel.config import UNSHARDED_DIMS, Dim, Dims
 from msrun.parallel.notation.dims import ModuleDims, shown_dims
 from msrun.parallel.settings.grids import GRID_AXES
+from msrun.parallel.settings.plan_rules import UNSHARDED_DIMS, Dim, Dims
 
 _MATRIX_DIMS = 2
 _LINEAR, _CONV1D = "Linear", "Conv1D"

@@ -19,9 +19,10 @@ from typing import Any, TypeVar
 import msgspec
 
 from msrun.errors import ConfigError, UsageError
-from msrun.parallel.config import DATA_AXIS, Dims, LayoutRule, PlanRule
+from msrun.parallel.config import DATA_AXIS
 from msrun.parallel.notation.device_matrix import INTERLEAVED, Layout, TensorLayout
 from msrun.parallel.notation.dims import ModuleDims, check_strategy, dim_of, module_dims
+from msrun.parallel.settings.plan_rules import Dims, LayoutRule, PlanRule
 
 _ReadT = TypeVar("_ReadT")
 

@@ -53,10 +53,10 @@ from torch.nn import Parameter
 
 from msrun.errors import ModelError, UsageError
 from msrun.parallel import torch_compat
-from msrun.parallel.config import Dims
 from msrun.parallel.copies import turns
 from msrun.parallel.foreach.lists import support_lists
 from msrun.parallel.local import local_gradient, on_accumulation, replace_parameter
+from msrun.parallel.settings.plan_rules import Dims
 from msrun.parallel.tensor.grids import GridProduct
 from msrun.parallel.tensor.guard import Guard
 from msrun.parallel.tensor.interleaved import Interleaved

@@ -24,10 +24,11 @@ from typing import Any
 from torch import nn
 
 from msrun.errors import ModelError
-from msrun.parallel.config import ROOT, Dims, PlanRule
+from msrun.parallel.config import ROOT
 from msrun.parallel.layout import named_axis
 from msrun.parallel.plans.families import AUTO, Block, blocks_of
 from msrun.parallel.rank_context import RankContext
+from msrun.parallel.settings.plan_rules import Dims, PlanRule
 from msrun.parallel.tensor.plan import ModuleShape, NamedRules
 
 # Styles of transformers -> ours.  Others, such as those of q_norm, need nothing here: what they

@@ -18,9 +18,9 @@ from torch.distributed.tensor import DTensor, Replicate, Shard
 from torch.distributed.tensor.placement_types import Placement
 
 from msrun.errors import ConfigError
-from msrun.parallel.config import Dim
 from msrun.parallel.copies import turns
 from msrun.parallel.notation.dims import axes_of_dims, dim_of
+from msrun.parallel.settings.plan_rules import Dim
 from msrun.parallel.torch_compat import parts_before, strided_shard
 
 

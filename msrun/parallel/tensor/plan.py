@@ -12,13 +12,14 @@ from fnmatch import fnmatchcase
 import msgspec
 
 from msrun.errors import ConfigError
-from msrun.parallel.config import ROOT, UNSHARDED_DIMS, Dims, PlanRule
+from msrun.parallel.config import ROOT
 from msrun.parallel.layout import EXPERT_AXIS, MeshLayout, rule_axes, style_axis
 from msrun.parallel.match import matching
 from msrun.parallel.notation.dims import ModuleDims
 from msrun.parallel.notation.grids import MATRICES, GridDims, Product, grid_dims, grid_of_layout
 from msrun.parallel.notation.rules import batch_free, notation_dims
 from msrun.parallel.settings.grids import GRID_AXES
+from msrun.parallel.settings.plan_rules import UNSHARDED_DIMS, Dims, PlanRule
 
 # Modules that compute each element for itself.
 _ELEMENTWISE = (

@@ -10,9 +10,10 @@ from test_grid import V, pp
 
 import msrun
 from msrun.parallel.checkpoint import strategy_file
-from msrun.parallel.config import ParallelConfig, PlanRule
+from msrun.parallel.config import ParallelConfig
 from msrun.parallel.layout import MeshLayout
 from msrun.parallel.local import local_part
+from msrun.parallel.settings.plan_rules import PlanRule
 
 pytestmark = pytest.mark.torch
 

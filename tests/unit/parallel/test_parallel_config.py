@@ -6,9 +6,10 @@ from datetime import date
 import pytest
 
 from msrun.errors import UsageError
-from msrun.parallel.config import ParallelConfig, PlanRule
+from msrun.parallel.config import ParallelConfig
 from msrun.parallel.config_file import parse_config, read_config, render_config
 from msrun.parallel.layout import MeshLayout, resolve
+from msrun.parallel.settings.plan_rules import PlanRule
 
 NO_SIZE = (
     "parallel.memory: '-1' is no size (choose such as 4GiB, 512MiB, 64kB or a number of bytes)"

@@ -40,7 +40,7 @@ from typing import NamedTuple
 import msgspec
 import numpy as np
 
-from msrun.parallel.config import DATA_AXIS, Dims, Optimizer, PlanRule
+from msrun.parallel.config import DATA_AXIS, Optimizer
 from msrun.parallel.notation.dims import dim_of
 from msrun.parallel.search.graph.axis_placement import (
     PARTIAL,
@@ -57,6 +57,7 @@ from msrun.parallel.search.mesh.stages import runs
 from msrun.parallel.search.solve.edges import base_codes
 from msrun.parallel.search.solve.problem import Setting, layout_node
 from msrun.parallel.search.solve.uses import Uses
+from msrun.parallel.settings.plan_rules import Dims, PlanRule
 
 EXECUTOR = "executor"
 
