@@ -39,7 +39,7 @@ from msrun.parallel.losses.sample_dims import (
     result_of,
     script_line,
 )
-from msrun.parallel.torch_compat import write_count
+from msrun.parallel.torch_compat import passes_straight, write_count
 
 # Attributes of tensors: the number of the watch, how often it was written, and what is known.
 _MARK, _MIXTURE = "msrun_samples", "msrun_mixture"
@@ -75,7 +75,7 @@ class SampleWatch(TorchFunctionMode):
         self._cut = ""  # where rows were cut first
         # Mixtures and the nodes of autograd whose results have them.
         self._found: list[tuple[Mixture, Any]] = []
-        for tensor in tensors_in(batch) if samples > 1 else ():
+        for tensor in tensors_in(batch):
             if tensor.dim() > dim and tensor.shape[dim] == samples:
                 self._leave(tensor, Mark(dim))
 
@@ -133,10 +133,10 @@ class SampleWatch(TorchFunctionMode):
         """Note what is known of a result, of which some argument may have a `mixture` already."""
         if isinstance(outcome, Mark):
             self._leave(tensor, outcome)
-        elif outcome:
+        elif outcome and self.samples > 1:  # any dim of one may be that of one sample
             mixture = mixture or outcome
         if mixture and tensor.grad_fn:
-            self._found.append((mixture, tensor.grad_fn))
+            self._found.append((mixture, _node(tensor.grad_fn, tensor.output_nr)))
         elif mixture and tensor.is_floating_point():
             setattr(tensor, _MIXTURE, (self._number, mixture))
 
@@ -206,15 +206,23 @@ class SampleWatch(TorchFunctionMode):
 
 
 def _graph(loss: Tensor) -> set[Any]:
-    """Return the nodes of autograd that `loss` was computed by."""
+    """Return the nodes of autograd that `loss` was computed by, as `_node` has them."""
     seen: set[Any] = set()
-    waiting: list[Any] = [loss.grad_fn]
+    waiting: list[tuple[Any, int]] = [(loss.grad_fn, loss.output_nr)]
     while waiting:
-        node = waiting.pop()
-        if node is not None and node not in seen:
-            seen.add(node)
-            waiting.extend(before for before, _ in node.next_functions)
+        step, output = waiting.pop()
+        node = _node(step, output)
+        if step is None or node in seen:
+            continue
+        seen.add(node)
+        before = step.next_functions
+        waiting.extend(before if node is step else before[output : output + 1])
     return seen
+
+
+def _node(step: Any, output: int) -> Any:
+    """Return a node of autograd, with its output if it only joins tensors of different origin."""
+    return (step, output) if passes_straight(step) else step
 
 
 def _metadata(node: Any) -> dict[Any, Any]:
