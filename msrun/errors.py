@@ -62,6 +62,10 @@ class ModelError(UsageError):
     """A model, batch, loss or optimizer cannot train under this configuration as in one process."""
 
 
+class PeerRankError(ModelError):
+    """The script raised an exception on another rank, which has the cause and is named."""
+
+
 class CheckpointError(UsageError):
     """A checkpoint is missing, broken, does not fit, or cannot be written."""
 

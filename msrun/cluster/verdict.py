@@ -9,7 +9,7 @@ from typing import Annotated
 import msgspec
 
 from msrun.cluster.bounds import RankSet, clip, newest
-from msrun.errors import ExitCode, signal_exit_code, signal_name
+from msrun.errors import ExitCode, PeerRankError, signal_exit_code, signal_name
 
 TAIL_LINES = 20
 _TAIL_BYTES_MAX = 24_000
@@ -28,6 +28,8 @@ _NEVER_COLLATERAL = frozenset(
 )
 # Seconds: a peer may see the broken connection before the kernel tells us which process broke it.
 _HEAD_START = 0.1
+# The exception of a worker that ended because another one failed, and said so.
+_OF_PEER = f"{PeerRankError.__module__}.{PeerRankError.__qualname__}:"
 
 
 class RankExit(msgspec.Struct, frozen=True, kw_only=True):
@@ -168,7 +170,12 @@ def root_cause(exits: Iterable[tuple[RankExit, float]]) -> RankExit:
             it failed, all on one clock, in the order of their reports.
     """
     failures = [(_failed_at(e, at), e) for e, at in exits if not e.succeeded]
-    return min(failures, key=lambda failure: failure[0])[1]
+    # A worker that ended because of another's exception may be faster than that one.
+    causes = [each for each in failures if each[1].error and not each[1].error.startswith(_OF_PEER)]
+    first = min(failures, key=lambda failure: failure[0])
+    if causes and first[1].error.startswith(_OF_PEER):
+        first = min(causes, key=lambda failure: failure[0])
+    return first[1]
 
 
 def _failed_at(end: RankExit, at: float) -> float:

@@ -160,8 +160,8 @@ class StreamLoader(DataLoader[Any]):
             tell(self._epoch)
         use = LoaderUse()
         try:
-            parts = itertools.islice(super().__iter__(), self._parts.first, None)
-            for part in self.drawn(parts):
+            # No name: an exception, and what keeps it, would keep the workers of the iterator.
+            for part in self.drawn(itertools.islice(super().__iter__(), self._parts.first, None)):
                 beat()
                 if not part.own:
                     raise UsageError(

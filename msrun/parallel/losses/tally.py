@@ -31,7 +31,7 @@ import torch.distributed as dist
 from torch import Tensor
 from torch.nn import Parameter
 
-from msrun.errors import ConfigError, ModelError, UsageError
+from msrun.errors import ConfigError, ModelError, PeerRankError, UsageError
 from msrun.parallel.exchange import messages
 from msrun.parallel.local import full_tensor, is_sharded, local_gradient
 from msrun.parallel.losses.terms import Kind, PartLoss, Term, count_type
@@ -46,7 +46,7 @@ _TERMS_MAX = 8
 _SIZE = _FIRST_TERM + 2 * _TERMS_MAX
 # Relative difference below which counts of parts are equal.
 _ALIKE = {torch.float64: 1e-9, torch.float32: 1e-4}
-_ERRORS = {kind.__name__: kind for kind in (ConfigError, ModelError)}
+_ERRORS = {kind.__name__: kind for kind in (ConfigError, ModelError, PeerRankError)}
 _HINT = (
     "return (sum, count) from the loss function: a step then divides the sum of all by the count"
 )
@@ -246,7 +246,9 @@ class LossTally:
         said = f"{problem}: {text}" if text else problem
         if not self.has_refused:
             self._raised = error
-        self.refuse(ModelError(f"{said}; no weight was changed", hint="see the log of that rank"))
+        self.refuse(
+            PeerRankError(f"{said}; no weight was changed", hint="see the log of that rank")
+        )
 
     def note_unreached(self, count: int) -> None:
         """Note so many gradients of this stage that one process may not have."""

@@ -213,7 +213,7 @@ def raised(kind, loss_fn, mesh, value, options):
     return found
 
 
-OTHERS = "ModelError: {} on rank {}: {}; no weight was changed"
+OTHERS = "PeerRankError: {} on rank {}: {}; no weight was changed"
 FORWARD = "the forward of the model raised KeyError", "'gone'"
 LOSS = "the loss function raised ValueError", "a label is 9"
 
@@ -242,7 +242,7 @@ def test_what_torch_raises_in_a_loss_names_its_rank_beside_a_plan():
     mesh, plan = {"pp": 2, "tp": 2}, {"plan": [{"match": "layers.*", "style": "colwise"}]}
     every = run_warm(raised, 4, Layers, of_text, mesh, 1.0, plan)
     for rank, found in enumerate(every):
-        kind = "RuntimeError" if rank in (2, 3) else "ModelError: the loss function raised"
+        kind = "RuntimeError" if rank in (2, 3) else "PeerRankError: the loss function raised"
         assert [text.startswith(kind) for text in found] == [True] * 2, found
 
 

@@ -38,7 +38,7 @@ LAYOUTS = {
             "optimizer": {"zero": 3},
         },
     ),
-    "auto": (2, {"mesh": {"dp": 1, "tp": 2}, "mode": "auto"}),
+    "auto": (2, {"mesh": {"dp": 1, "tp": 2}, "mode": "auto", "plan": TP[:1]}),
 }
 DIVIDED = [name for name in LAYOUTS if name != "dp"]
 

@@ -21,6 +21,7 @@ def optimizer(**settings):
     return {**ZERO, "parallel_optimizer_config": settings}
 
 
+COLUMNS = {"mesh": {"tp": 2}, "plan": [{"match": "up", "style": "colwise"}]}
 SAME = [
     ({"parallel_mode": "stand_alone"}, {"mode": "stand_alone"}),
     ({"parallel_mode": "data_parallel"}, {"mode": "data"}),
@@ -80,6 +81,8 @@ SAME = [
         {"optimizer": {"zero": 1, "threshold": "8KiB", "shard_size": -1}},
     ),
     ({"strategy_ckpt_load_file": "a.json"}, {"plan": "a.json"}),
+    ({"interleave_num": 2, **COLUMNS}, {"copies": 2, **COLUMNS}),
+    ({"micro_batch_interleaved": 2, **COLUMNS}, {"copies": 2, **COLUMNS}),
     (
         {
             "strategy_ckpt_config": {"save_file": "b.json", "only_trainable_params": False},

@@ -59,6 +59,9 @@ def test_sentence_names_rank_node_pid_and_time():
     )
 
 
+OF_PEER = "msrun.errors.PeerRankError: the loss function raised ValueError on rank 1: x"
+
+
 @pytest.mark.parametrize(
     ("exits", "rank"),
     [
@@ -70,6 +73,8 @@ def test_sentence_names_rank_node_pid_and_time():
         ([(end(0), 1.0), (killed(1), 1.2)], 0),
         ([(end(0), 1.0), (killed(1, signum=15), 1.05)], 0),
         ([(end(0), 1.0), (killed(1, swept=True), 1.05)], 0),
+        ([(end(0, error=OF_PEER), 1.0), (end(1, error="ValueError: x"), 2.0)], 1),
+        ([(end(0, error=OF_PEER), 1.0), (killed(1, signum=15), 1.1)], 0),
     ],
     ids=[
         "first in time",
@@ -80,6 +85,8 @@ def test_sentence_names_rank_node_pid_and_time():
         "SIGKILL too late",
         "SIGTERM has no head start",
         "our own SIGKILL has no head start",
+        "who names another rank is not the cause",
+        "unless nobody else says why",
     ],
 )
 def test_root_cause(exits, rank):
