@@ -2,11 +2,13 @@
 
 import multiprocessing
 import resource
+import signal
 import socket
 import subprocess
 import sys
 import threading
 import time
+from concurrent.futures import ThreadPoolExecutor
 from datetime import timedelta
 from pathlib import Path
 
@@ -234,6 +236,104 @@ def test_many_clients_wait_for_one_key(ours):
     for thread in threads:
         thread.join(20)
     assert done == [b"v"] * 50
+
+
+# What PyTorch's own test/distributed/test_store.py asks of a server, beyond the lines above.
+
+
+def test_keys_that_are_deleted_are_waited_for_again(store):
+    for key, value in {"key": "1", "key0": "value0", "-key3": "7"}.items():
+        store.set(key, value)
+    assert store.get("-key3") == b"7"
+    assert store.delete_key("key")
+    store.set_timeout(SHORT)
+
+    with pytest.raises(dist.DistStoreError, match="wait timeout after 200ms, keys: /key"):
+        store.get("key")
+
+    assert store.num_keys() == 2
+    store.set("key", "again")
+    assert store.get("key") == b"again"
+
+
+def test_a_queue_is_a_key_while_it_holds_something(server):
+    store = server.connect()
+    assert not store.check(["q"])
+    assert store.queue_len("q") == 0
+    store.queue_push("q", "1")
+    assert store.check(["q"])
+    store.wait(["q"], SHORT)
+    assert store.queue_pop("q") == b"1"
+    assert not store.check(["q"])
+    assert store.queue_len("q") == 0
+
+    store.set_timeout(timedelta(milliseconds=10))
+    with pytest.raises(dist.DistStoreError, match="timeout"):
+        store.queue_pop("q")
+    store.queue_push("q", "2")
+    assert store.queue_pop("q", block=False) == b"2"
+
+
+def test_two_talk_through_queues(server):
+    store = server.connect()
+
+    def ask(own):
+        own.queue_push("question", "a1")
+        return own.queue_pop("answer")
+
+    def answer(own):
+        question = own.queue_pop("question")
+        own.queue_push("answer", "b1")
+        return question
+
+    with ThreadPoolExecutor(2) as pool:
+        asked, answered = pool.submit(ask, store.clone()), pool.submit(answer, store.clone())
+
+    assert (asked.result(20), answered.result(20)) == (b"b1", b"a1")
+
+
+@pytest.mark.parametrize("libuv", [True, False], ids=["libuv client", "classic client"])
+def test_a_world_of_a_fixed_size_counts_itself(server, libuv):
+    """`wait_for_workers`, torch's default, counts the clients under a key of its own."""
+    stores = []
+    for index in range(5):
+        joined = server.connect(world_size=5, wait_for_workers=index == 4, use_libuv=libuv)
+        joined.set(f"key{index}", f"value{index}")
+        expected = joined.compare_set(f"key{index}", f"value{index}", f"next{index}")
+        assert expected == f"next{index}".encode()
+        stores.append(joined)
+
+    assert stores[0].num_keys() == 6
+
+
+def test_a_signal_does_not_break_a_wait(server):
+    store, other = server.connect(), server.connect()
+    found = []
+    waiting = threading.Thread(target=lambda: found.append(store.get("k")))
+    before = signal.signal(signal.SIGUSR1, lambda *_: None)
+    try:
+        waiting.start()
+        for _ in range(20):
+            signal.pthread_kill(waiting.ident, signal.SIGUSR1)
+        other.set("k", "v")
+        waiting.join(20)
+    finally:
+        signal.signal(signal.SIGUSR1, before)
+    assert found == [b"v"]
+
+
+def test_one_that_would_be_the_server_becomes_a_client_of_the_agents_store(server, monkeypatch):
+    """As torch's `env://` does in a worker: TORCHELASTIC_USE_AGENT_STORE decides."""
+    monkeypatch.setenv("TORCHELASTIC_USE_AGENT_STORE", "1")
+    monkeypatch.setenv("MASTER_PORT", str(server.port))
+    server.connect().set("k", "v")
+
+    master = dist.TCPStore(
+        "127.0.0.1", server.port, world_size=1, is_master=True, wait_for_workers=False
+    )
+
+    assert master.port == server.port
+    assert master.get("k") == b"v"
 
 
 def _member(rank, size, port, answers):
