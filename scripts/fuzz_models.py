@@ -1,7 +1,7 @@
 """Draw models with quirks, train them in a drawn configuration, and compare with one process.
 
 Usage: python scripts/fuzz_models.py [--seed N] [--draws N] [--keep FILE]
-       python scripts/fuzz_models.py --case "CONFIGURATION: QUIRK, QUIRK, ..."
+       python scripts/fuzz_models.py --case "CONFIGURATION: QUIRK, QUIRK, ..." [--case ...]
 
 Each seed is one draw.  It comes to `equal`, `refused` (one sentence, on all ranks), `wrong`,
 `traceback` or `hung`; the last three fail, and the draw is made smaller: quirk by quirk is left out
@@ -263,16 +263,16 @@ def main() -> int:
     parser = argparse.ArgumentParser(description=(__doc__ or "").partition("\n")[0])
     parser.add_argument("--seed", type=int, default=0, help="first seed")
     parser.add_argument("--draws", type=int, default=1)
-    parser.add_argument("--case", help="one case as it was printed")
+    parser.add_argument("--case", action="append", help="a case as it was printed; several may be")
     parser.add_argument("--only", default="", help="configurations that begin so")
     given = parser.parse_args()
     torch.set_num_threads(1)  # threads do not survive a fork
     ranks = make_ranks()
     kinds: Counter[str] = Counter()
-    seeds = [None] if given.case else range(given.seed, given.seed + given.draws)
+    seeds = range(given.seed, given.seed + given.draws)
+    cases = [(None, read_case(text)) for text in given.case or []]
     try:
-        for seed in seeds:
-            case = read_case(given.case) if seed is None else draw(seed)
+        for seed, case in cases or ((seed, draw(seed)) for seed in seeds):
             if not case.config.startswith(given.only):
                 kinds["left out"] += 1
                 continue
@@ -280,8 +280,8 @@ def main() -> int:
             kinds[answer.partition(":")[0]] += 1
             if has_failed(answer):
                 print(f"seed {seed}: {case}\n  {answer}", flush=True)
-                case, answer = smaller(ranks, case, answer)
-                print(f"  smallest: {case}\n  {answer}", flush=True)
+                least, said = smaller(ranks, case, answer)
+                print(f"  smallest: {least}\n  {said}", flush=True)
             elif given.case or given.draws == 1:
                 print(f"seed {seed}: {case}\n  {answer}", flush=True)
     finally:
