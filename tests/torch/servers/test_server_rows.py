@@ -5,7 +5,7 @@ import torch
 from torch import nn
 
 from msrun.parallel.servers.recipe import recipe_of
-from msrun.parallel.servers.routing import places_by_server
+from msrun.parallel.servers.routing import gradients_of, split_gradients
 from msrun.parallel.servers.rows import RowGradients, ServerRows, WorkerPush, cut, join
 
 pytestmark = pytest.mark.torch
@@ -95,7 +95,21 @@ def test_memory_is_that_of_the_table_and_its_optimizer_state():
     assert rows.nbytes == pytest.approx(weight.nbytes * 3, rel=0.01)
 
 
-def test_rows_are_asked_of_their_owners():
-    places = places_by_server(torch.tensor([5, 2, 4]), [0, 1])
+def test_gradients_go_to_the_owners_of_their_rows():
+    gradients = RowGradients(ids=torch.tensor([5, 2, 4]), values=torch.tensor([[5.0], [2], [4]]))
 
-    assert {server: found.tolist() for server, found in places.items()} == {0: [1, 2], 1: [0]}
+    parts = split_gradients(gradients, [0, 1])
+
+    assert parts[0].ids.tolist() == [2, 4]
+    assert parts[1].values.tolist() == [[5.0]]
+
+
+def test_a_sparse_gradient_stays_one_and_counts_duplicates_once():
+    embedding = nn.Embedding(9, 2, sparse=True)
+    embedding(torch.tensor([3, 3, 7])).sum().backward()
+
+    gradients = gradients_of(embedding.weight, torch.tensor([3, 7]))
+
+    assert gradients.is_sparse
+    assert gradients.ids.tolist() == [3, 7]
+    assert gradients.values.tolist() == [[2, 2], [1, 1]]
