@@ -89,6 +89,7 @@ def test_one_that_its_peer_has_yet_to_accept_is_waited_for(device):
     with socket.create_connection(listening.getsockname()) as client:
         epoll.register(client, select.EPOLLIN)
         check(epoll, 1)
+        later.join(20)  # it has accepted, and may not have said so yet
         assert accepted
     accepted[0].close()
 
