@@ -6,6 +6,7 @@ Secret with the job's key is made when the job is submitted, so no plan, file or
 
 from __future__ import annotations
 
+import re
 import shlex
 from collections.abc import Callable, Mapping
 from functools import partial
@@ -35,6 +36,7 @@ _PYTHON = "python"  # of the image
 _PATCH_MIB = 1
 _SHIP_MIB = 1
 _PARALLEL = "--parallel="
+_CONFIG_KEY = re.compile(r"[A-Za-z0-9_-][A-Za-z0-9._-]{0,252}")
 
 
 def open_launcher(options: Mapping[str, str]) -> KubernetesLauncher:
@@ -131,6 +133,11 @@ class KubernetesLauncher:
 
         def take(path: str) -> str:
             name = PurePosixPath(path).name
+            if not _CONFIG_KEY.fullmatch(name):
+                raise UsageError(
+                    f"--ship: {quoted(name)} cannot be the name of a file in a ConfigMap",
+                    hint="rename it: letters of ASCII, digits, dashes, underscores and dots",
+                )
             if name in files:
                 raise UsageError(f"--ship: two files are called {quoted(name)}")
             content = self._read(path, f"--ship: {shown(path)}")

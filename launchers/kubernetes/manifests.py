@@ -93,11 +93,15 @@ class PodProgram(msgspec.Struct, frozen=True, kw_only=True):
 def object_name(job_id: str) -> str:
     """Return the name of the job's objects: lower-case letters, digits and dashes.
 
+    It begins with a letter, as that of a Service has to; a script may be called `01_train.py`.
+
     Raises:
         UsageError: Nothing is left of it, or it is too long for the names of pods.
     """
     name = _OTHER.sub("-", job_id.lower()).strip("-")
-    if not name or not name[0].isalpha() or len(name) > _NAME_MAX:
+    if name[:1].isdigit():
+        name = f"job-{name}"
+    if not name or len(name) > _NAME_MAX:
         raise UsageError(
             f"--job-id {quoted(job_id)} cannot be the name of a Job in Kubernetes",
             hint=f"choose a letter, then up to {_NAME_MAX - 1} letters, digits or dashes",

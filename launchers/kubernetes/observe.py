@@ -19,6 +19,8 @@ _KILLED = signal_exit_code(9)
 # Of an agent that was ended from outside or lost the scheduler: another pod has the verdict.
 _NO_VERDICT = (ExitCode.NODE_LOST, _KILLED, _STOPPED)
 _OUT_OF_MEMORY = "OOMKilled"
+# Of a container whose program is not in its image, by containerd and by others.
+_NOT_STARTED = frozenset({"StartError", "ContainerCannotRun"})
 # A reason of a Job's failure -> the code, where no pod says more.
 _CODES = {"DeadlineExceeded": _STOPPED}
 _QUIET = frozenset({"ContainerCreating", "PodInitializing"})
@@ -143,6 +145,10 @@ def _end_of(pods: Sequence[Document], about: str) -> End:
         reason = f"the job failed, and no pod is left that says how: {about}"
         return End(code=ExitCode.NODE_LOST, reason=reason)
     order, _, code, name, why = ends[0]
+    if why in _NOT_STARTED:
+        said = next(_state(pod)["terminated"].get("message") for pod in pods if _name(pod) == name)
+        reason = f"pod {name} could not start its container: {_line(said)}"
+        return End(code=code, reason=f"{reason} (the image needs Python with msrun)")
     if order == 0:
         return End(code=code)
     if why == _OUT_OF_MEMORY:
@@ -168,4 +174,8 @@ def _ends(pods: Sequence[Document]) -> Iterator[tuple[int, str, int, str, str]]:
         is_verdict = code not in _NO_VERDICT or has_told
         order = 0 if is_verdict else 1 if why == _OUT_OF_MEMORY else 2
         # Of agents that ended alike, the first to end knew it first.
-        yield order, str(end.get("finishedAt", "")), code, pod["metadata"]["name"], why
+        yield order, str(end.get("finishedAt", "")), code, _name(pod), why
+
+
+def _name(pod: Document) -> str:
+    return str(pod["metadata"]["name"])

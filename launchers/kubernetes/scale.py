@@ -1,4 +1,4 @@
-"""`msrun scale`: an elastic job gets more pods or fewer, of the same Job.
+"""`msrun scale --nodes`: an elastic job gets more pods or fewer, of the same Job.
 
 Kubernetes lets an Indexed Job change its completions if its parallelism is the same.  It then makes
 pods of the new indexes, which join, or ends those of the highest, whose nodes leave.  The agents
@@ -8,7 +8,7 @@ were told the range of --nnodes when the pods were made, so no other number work
 from __future__ import annotations
 
 import json
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from typing import Any
 
 from launchers.kubernetes.api import ApiError, Cluster
@@ -16,7 +16,16 @@ from launchers.kubernetes.manifests import CONTAINER, JOB_LABEL, QUEUE_LABEL
 from launchers.kubernetes.observe import pod_index
 from msrun import environ
 from msrun.cli.output import answer, say
-from msrun.cli.verbs.control import JSON, NODES, SCALE, SCHEMA, parse, parse_nodes
+from msrun.cli.verbs.control import (
+    JSON,
+    NODES,
+    SCALE,
+    SCHEMA,
+    SERVERS,
+    parse,
+    parse_nodes,
+    parse_servers,
+)
 from msrun.errors import UnreachableError, UsageError
 from msrun.transport.loop import pause
 from msrun.units import counted
@@ -26,6 +35,20 @@ Document = dict[str, Any]
 _SECONDS = 1.0
 # Of pods that were told to end, until they have to be gone.
 _LOOKS = 120
+
+
+def is_about_servers(words: Sequence[str]) -> bool:
+    """Whether `msrun scale` is to change the parameter servers, which the job does by itself.
+
+    Args:
+        words: What follows the verb, without the name of the job.
+
+    Raises:
+        UsageError: The number is none, or the words ask for two changes.
+    """
+    given = parse("scale", SCALE, words, NODES, SERVERS, JSON)
+    _check_alone(given)
+    return parse_servers(given) is not None
 
 
 def scale(cluster: Cluster, job: Document, name: str, words: Sequence[str]) -> int:
@@ -40,10 +63,8 @@ def scale(cluster: Cluster, job: Document, name: str, words: Sequence[str]) -> i
     Raises:
         UsageError: The job cannot have that many nodes, or cannot be scaled.
     """
-    given = parse("scale", SCALE, words, NODES, JSON)
+    given = parse("scale", SCALE, words, NODES, SERVERS, JSON)
     nodes = parse_nodes(given)
-    if given["words"]:
-        raise UsageError(f"{given['words'][0]!r} is one word too many: one JOB at a time")
     fewest, most = _range(job, name)
     if not fewest <= nodes <= most:
         raise UsageError(
@@ -63,6 +84,11 @@ def scale(cluster: Cluster, job: Document, name: str, words: Sequence[str]) -> i
     else:
         say(f"msrun: {sentence}")
     return 0
+
+
+def _check_alone(given: Mapping[str, Any]) -> None:
+    if given["words"]:
+        raise UsageError(f"{given['words'][0]!r} is one word too many: one JOB at a time")
 
 
 def _range(job: Document, name: str) -> tuple[int, int]:

@@ -16,7 +16,7 @@ from typing import Any
 from launchers.kubernetes.api import Cluster, open_cluster
 from launchers.kubernetes.manifests import ALL_LABELS, CONTAINER, JOB_LABEL
 from launchers.kubernetes.observe import has_ended, pod_index
-from launchers.kubernetes.scale import scale
+from launchers.kubernetes.scale import is_about_servers, scale
 from msrun import environ
 from msrun.cli.output import answer, say
 from msrun.cli.verbs.control import JSON, SCHEMA, STOP, parse
@@ -50,7 +50,7 @@ def run_verb(verb: str, words: Sequence[str], options: Mapping[str, str]) -> int
     found = cluster.list("Job", labelSelector=ALL_LABELS)
     jobs = {_job_of(job): job for job in found if not has_ended(job)}
     name, rest = _find_job(sorted(jobs), words, cluster.namespace)
-    if verb == "scale":
+    if verb == "scale" and not is_about_servers(rest):
         return scale(cluster, jobs[name], name, rest)
     if verb == "stop":
         kind = "JobSet" if _JOBSET_LABEL in jobs[name]["metadata"]["labels"] else "Job"

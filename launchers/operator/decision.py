@@ -20,6 +20,7 @@ _RANK = re.compile(r"\brank (\d+)\b")
 _CAUSE_CHARACTERS_MAX = 400
 # Warnings that say why a pod is not there, or does not run.
 _WAITS = frozenset({"FailedCreate", "FailedMount", "FailedAttachVolume", "FailedCreatePodSandBox"})
+_NOT_STARTED = frozenset({"StartError", "ContainerCannotRun"})
 # Seconds after which to ask again why pods wait: nothing tells when a warning is recorded.
 WAIT_SECONDS = 10.0
 
@@ -203,6 +204,8 @@ def ending_of(pod: Object, container: str) -> Ending:
         return Ending(code, said[0][:_CAUSE_CHARACTERS_MAX], disruption is not None)
     reason = ended.get("reason") or ""
     words = {"OOMKilled": "out of memory", "Error": ""}.get(reason, reason)
+    if reason in _NOT_STARTED:  # the container's program is not in its image
+        words = _line(ended)
     if disruption:
         words = str(disruption.get("reason"))
     text = f"pod {name} ended with code {code}" + (f": {words}" if words else "")
@@ -282,6 +285,17 @@ def with_verdict(status: Object, ending: Ending) -> Object:
     rank = rank_in(ending.cause)
     named = {} if rank is None else {"rank": rank}
     return {**status, "verdict": {"code": ending.code, "cause": ending.cause, **named}}
+
+
+def refused(status: Object, kind: str, text: str, now: float) -> Decision:
+    """Return how a job of `kind` ends that the cluster will never take as it is."""
+    if has(status, FAILED):
+        return Decision(status)
+    status = with_condition(status, FAILED, f"{kind}Invalid", text, now)
+    status = with_verdict(status, Ending(2, text))
+    status |= {"phase": FAILED, "completionTime": timestamp(now), "message": ""}
+    told = RecordEvent(is_warning=True, reason=f"{kind}Invalid", message=text)
+    return Decision(status, (told,))
 
 
 def soonest(*delays: float | None) -> float | None:

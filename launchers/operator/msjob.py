@@ -209,7 +209,7 @@ def decide(
     try:
         spec = read_spec(job)
     except BadSpecError as error:
-        return _refuse(status, str(error), now)
+        return decision.refused(status, "MSJob", str(error), now)
     actions: list[Action] = []
     if not has(status, decision.CREATED):
         text = f"MSJob {name} is created."
@@ -228,14 +228,6 @@ def decide(
 
 def _is_over(status: Object) -> bool:
     return has(status, decision.SUCCEEDED) or has(status, decision.FAILED)
-
-
-def _refuse(status: Object, text: str, now: float) -> Decision:
-    if has(status, decision.FAILED):
-        return Decision(status)
-    status = decision.with_condition(status, decision.FAILED, "MSJobInvalid", text, now)
-    status["phase"] = decision.FAILED
-    return Decision(status, (RecordEvent(is_warning=True, reason="MSJobInvalid", message=text),))
 
 
 def _advance(look: _Look, status: Object) -> Decision:  # noqa: PLR0911 - a table of ends
@@ -326,7 +318,8 @@ def _run(look: _Look, status: Object, left: float | None) -> Decision:
         told.append(RecordEvent(is_warning=False, reason="MSJobRunning", message=text))
     if any(phase(pod) == "Pending" for pod in pods):
         left = decision.soonest(left, decision.WAIT_SECONDS)
-    waits = decision.why_pods_wait(pods, look.events, None)
+    lacks = not status.get("podsCreated")
+    waits = decision.why_pods_wait(pods, look.events, look.job if lacks else None)
     return Decision({"phase": "Pending", **status, "message": waits}, (*actions, *told), left)
 
 

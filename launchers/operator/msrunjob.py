@@ -14,6 +14,7 @@ from collections.abc import Mapping, Sequence
 from launchers.operator import decision
 from launchers.operator.decision import Action, Create, Decision, Ending, Object, RecordEvent, has
 from launchers.operator.msrunjob_objects import CONTAINER, RETRIED, node_range, objects
+from msrun.errors import UsageError
 
 API_VERSION = "msrun.io/v1"
 # Between two looks for the Job of an earlier MsrunJob, which is about to go.
@@ -79,7 +80,12 @@ def _begin(job: Object, foreign: Object | None, status: Object, now: float) -> D
     if foreign is None and status.get("jobMade"):
         return _end(job, status, Ending(143, f"Job {name} was deleted"), now)
     if foreign is None:
-        return Decision(status, tuple(map(Create, objects(job))))
+        try:
+            made = objects(job)
+        except UsageError as error:
+            text = f"spec.podTemplate: {error.message}"
+            return decision.refused(status, "MsrunJob", text, now)
+        return Decision(status, tuple(map(Create, made)))
     if decision.is_left_behind(foreign, job):
         status = {**status, "message": f"waits until the earlier Job {name} is gone"}
         return Decision(status, again_in=_GONE_SECONDS)

@@ -9,6 +9,7 @@ from launchers.operator.decision import Object, key_name, owner_reference
 from launchers.operator.gang import Gang, GangScheduler, join, pod_group
 from msrun import environ
 from msrun.errors import ExitCode, signal_exit_code
+from msrun.overlay import merge
 
 CONTAINER = "msrun"
 PORT = 29500
@@ -102,6 +103,9 @@ def _job(job: Object, gang: Gang | None) -> Object:
     if spec.get("queue"):
         metadata["labels"][_QUEUE_LABEL] = spec["queue"]
     template: Object = {"metadata": {"labels": labels(job)}, "spec": _pod(job)}
+    template = merge(template, spec.get("podTemplate") or {})
+    # By these the job's pods are found, whatever the user's template says.
+    template["metadata"]["labels"] = {**template["metadata"].get("labels", {}), **labels(job)}
     if gang:
         join(gang, template["metadata"], template["spec"], role="node")
     made: Object = {
@@ -190,6 +194,8 @@ def words(job: Object) -> list[str]:
     told.append(f"--max-restarts={spec['maxRestarts']}")
     if "workersPerNode" in spec:
         told.append(f"--workers-per-node={spec['workersPerNode']}")
+    if "servers" in spec:
+        told.append(f"--server-num={spec['servers']}")
     for option, value in sorted((spec.get("options") or {}).items()):
         told.append(f"--{option}={value}")
     if spec.get("module"):

@@ -31,6 +31,8 @@ from launchers.operator.gang import GangScheduler
 from launchers.operator.metrics import OperatorMetrics
 
 CONFLICT, NOT_FOUND = 409, 404
+# What the cluster answers to an object that breaks its rules, which the same object always will.
+_NEVER = (400, 422)
 _SECONDS = 20.0
 _KEY_BYTES = 32
 _SOURCE = "msrun-operator"
@@ -79,15 +81,35 @@ class JobReconciler:
             self._write_status(api_version, kind, job, decided.status)
         self._metrics.note_job(key, kind, str(decided.status.get("phase") or "Pending"))
         for action in decided.actions:
-            self._act(action, job)
+            try:
+                self._act(action, job)
+            except DynamicApiError as error:
+                if not isinstance(action, Create) or error.status not in _NEVER:
+                    raise
+                text = f"the cluster refuses {_name_of(action.obj)}: {_reason(error)}"
+                self._give_up(key, kind, text)
+                return 0
             self._metrics.note_action(type(action).__name__)
         return decided.again_in
+
+    def _give_up(self, key: Key, kind: str, text: str) -> None:
+        """End a job of which the cluster refuses an object by its own rules, now and ever."""
+        api_version, namespace, name = key
+        job = self._find(api_version, kind, namespace, name)
+        if job is None:
+            raise LookupError(name)
+        decided = decision.refused(job.get("status") or {}, kind, text, self._clock())
+        self._write_status(api_version, kind, job, decided.status)
+        for action in decided.actions:
+            self._act(action, job)
 
     def _decide(self, kind: str, job: Object) -> Decision:
         namespace, name = job["metadata"]["namespace"], job["metadata"]["name"]
         if kind == "MSJob":
             pods = self._list("Pod", namespace, label_selector=f"{msjob_objects.JOB}={name}")
-            events = self._warnings(namespace, pods)
+            # While pods are missing, an event about the job itself says why.
+            lacks = not (job.get("status") or {}).get("podsCreated")
+            events = self._warnings(namespace, pods, ask=lacks)
             gangs = self._gang_scheduler
             return msjob.decide(job, pods, self._clock(), events=events, gang_scheduler=gangs)
         pods = self._list("Pod", namespace, label_selector=f"{msrunjob_objects.JOB}={name}")
@@ -165,7 +187,8 @@ class JobReconciler:
             if error.status == CONFLICT:
                 self._check_ours(obj, job, error)
                 return
-            self._record_refusal(obj, job, _reason(error))
+            if error.status not in _NEVER:  # which ends the job, with an event of its own
+                self._record_refusal(obj, job, _reason(error))
             raise
 
     def _check_ours(self, obj: Object, job: Object, error: DynamicApiError) -> None:
@@ -185,7 +208,7 @@ class JobReconciler:
 
     def _record_refusal(self, obj: Object, job: Object, reason: str) -> None:
         metadata = job["metadata"]
-        text = f"{obj['kind']} {obj['metadata']['name']}: {reason}"
+        text = f"{_name_of(obj)}: {reason}"
         number = zlib.crc32(f"{metadata['uid']} {text}".encode())
         told = RecordEvent(is_warning=True, reason="FailedCreate", message=text)
         with _allowing(CONFLICT):
@@ -212,6 +235,10 @@ class JobReconciler:
         self._resource("v1", "Event").create(
             body=event, namespace=namespace, _request_timeout=_SECONDS
         )
+
+
+def _name_of(obj: Object) -> str:
+    return f"{obj['kind']} {obj['metadata']['name']}"
 
 
 def _reason(error: DynamicApiError) -> str:

@@ -38,6 +38,7 @@ from msrun.units import quoted, shown
 _LOG = logging.getLogger(__name__)
 _RETRY_SECONDS = (0.2, 10.0)
 _RESYNC_SECONDS = 60.0
+_SERVER_SECONDS = 5.0
 _NAMESPACE_FILE = "/var/run/secrets/kubernetes.io/serviceaccount/namespace"
 
 
@@ -213,7 +214,10 @@ class OperatorProgram:
             # Its notes on the kinds of the cluster are of no use to others.
             with tempfile.TemporaryDirectory(prefix="msrun-operator-") as folder:
                 client = await asyncio.to_thread(_connect, Path(folder, "kinds.json"))
-                return await self._work(client)
+                is_lost = await self._work(client)
+                if is_lost:
+                    await self._await_server(client)
+                return is_lost and not self._ended.is_set()
         finally:
             probes.close()
 
@@ -239,6 +243,24 @@ class OperatorProgram:
             await keeper.release()
         return lost.is_set()
 
+    async def _await_server(self, client: DynamicClient) -> None:
+        """Return when the API server answers, or when told to end.
+
+        A Lease is lost, too, while there is no server, and what begins anew would find none.
+        """
+        self._await_signals()  # kopf has taken them and given none back
+        pool: Any = client.client.rest_client.pool_manager
+        where = f"{client.configuration.host}/version"  # of which any answer will do
+        seconds = _SERVER_SECONDS
+        while not self._ended.is_set():
+            try:
+                await asyncio.to_thread(pool.request, "GET", where, retries=False, timeout=seconds)
+            except (HTTPError, OSError):
+                with contextlib.suppress(TimeoutError):
+                    await asyncio.wait_for(self._ended.wait(), seconds / 10)
+            else:
+                return
+
     async def _watch(self, client: DynamicClient, stop: asyncio.Event) -> None:
         """Watch until `stop` is set, or a signal comes."""
         reconciler = JobReconciler(client, self._wall, self._metrics, self._gang)
@@ -250,7 +272,10 @@ class OperatorProgram:
         settings.queueing.exit_timeout = 0.2
         settings.networking.error_backoffs = [0.1, 0.5, 1, 2, 5]
         namespace = self._options.namespace
+        # kopf would ask for the name of its user, and that of an image may have none.
+        identity: Any = _identity()
         await kopf.operator(
+            identity=identity,
             registry=registry_of(queue),
             settings=settings,
             standalone=True,

@@ -50,22 +50,23 @@ def reasons(cluster):
 @contextlib.contextmanager
 def storm(cluster, plural):
     """Have somebody change the job all the time, so that writes by an older version fail."""
-    ended, numbers = threading.Event(), count()
+    ended, changes = threading.Event(), [0]
 
     def change():
         while not ended.wait(0.1):
 
             def edit(obj):
                 obj["metadata"].pop("resourceVersion")
-                obj["metadata"].setdefault("annotations", {})["n"] = str(next(numbers))
+                obj["metadata"].setdefault("annotations", {})["n"] = str(changes[0])
 
             with contextlib.suppress(ApiError):
                 cluster.store.change(plural, "default", "t", edit)
+                changes[0] += 1
 
     thread = threading.Thread(target=change)
     thread.start()
     try:
-        yield numbers
+        yield changes
     finally:
         ended.set()
         thread.join()
@@ -94,14 +95,14 @@ def test_an_api_server_that_is_down_for_half_a_minute(cluster, new_operator):
 def test_a_storm_of_conflicts(cluster, operator, plural):
     size = {"msjobs": 3, "msrunjobs": 2}[plural]
     cluster.apply(KINDS[plural](SLEEPS.replace("60", "600")))
-    with storm(cluster, plural) as numbers:
+    with storm(cluster, plural) as changes:
         operator.await_phase(plural, "Running")
         running_pods(cluster, size)
         cluster.kill_pod(next(name for name in running_pods(cluster, size) if "1" in name))
         cluster.await_that(lambda: operator.status(plural).get("restarts") == 1, PATIENCE)
         operator.await_phase(plural, "Running")
         running_pods(cluster, size)
-        assert next(numbers) > 20
+        cluster.await_that(lambda: changes[0] > 20, PATIENCE)
     kind = {"msjobs": "MSJob", "msrunjobs": "MsrunJob"}[plural]
     assert reasons(cluster).count(f"{kind}Created") == 1
     assert reasons(cluster).count(f"{kind}Restarting") == (plural == "msjobs")

@@ -47,7 +47,7 @@ def test_an_option_takes_its_example(flag, text):
 
 
 def test_the_patch_of_the_page_can_be_merged():
-    patch, _ = re.findall(r"```yaml\n(.*?)```", PAGE, re.DOTALL)
+    _, patch, restricted = re.findall(r"```yaml\n(.*?)```", PAGE, re.DOTALL)
     container = {"name": "msrun", "env": [{"name": "A", "value": "1"}]}
     job = {"kind": "Job", "spec": {"template": {"spec": {"containers": [container]}}}}
 
@@ -56,6 +56,7 @@ def test_the_patch_of_the_page_can_be_merged():
     names = [each["name"] for each in merged["spec"]["template"]["spec"]["containers"][0]["env"]]
     assert names == ["A", "NCCL_DEBUG"]
     assert yaml.safe_dump(service["metadata"]) == "annotations:\n  owner: vision\n"
+    assert apply_patches([job], read_patches(restricted, "p"), "p") != [job]
 
 
 def test_the_page_has_every_variable():

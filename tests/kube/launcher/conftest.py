@@ -39,6 +39,9 @@ class Front:
     def err(self):
         return self._files[1].read_text()
 
+    def is_there(self):
+        return self.process.poll() is None
+
     def until_said(self, text):
         until(
             lambda: text in self.err + self.out or self.process.poll() is not None, f"for {text!r}"

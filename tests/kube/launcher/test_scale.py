@@ -35,6 +35,30 @@ def verb(cluster, tmp_path):
     return call
 
 
+# Trains until it is told to end, and says so after each hundred steps.
+TRAIN_WITH_SERVERS = """
+import pathlib
+import msrun
+rt = msrun.init({"servers": {"params": ["0.weight"]}})
+import torch
+from torch import nn
+torch.manual_seed(0)
+model = rt.shard(nn.Sequential(nn.EmbeddingBag(1200, 4), nn.Linear(4, 1)))
+optimizer = rt.optimizer(torch.optim.SGD(model.parameters(), lr=0.1))
+ids, values = torch.arange(12).view(4, 3), torch.ones(4, 1)
+ends, steps = False, 0
+while not ends:
+    loss = rt.step(model, optimizer, nn.functional.mse_loss, ids, values)
+    steps += 1
+    told = torch.tensor(float(pathlib.Path("/tmp/go").exists()))
+    torch.distributed.all_reduce(told)
+    ends = bool(told)
+    if steps == 1:
+        print("rank", rt.rank, "trains", flush=True)
+print("rank", rt.rank, "learned:", loss.item() < 0.5, flush=True)
+"""
+
+
 def let_go(cluster):
     for pod in cluster.store.list("pods"):
         if pod["status"]["phase"] == "Running":
@@ -78,6 +102,47 @@ def test_a_job_of_fixed_size_is_not_scaled(submit, verb):
 
     assert (refused.returncode, refused.stdout) == (2, "")
     assert "job j has a fixed size of 2 nodes" in refused.stderr
-    assert "msrun scale needs the number of nodes: --nodes N" in verb("scale", "j").stderr
+    assert "msrun scale needs a number: --nodes N or --servers N" in verb("scale", "j").stderr
+    assert verb("stop", "j").returncode == 0
+    assert front.wait() == 143
+
+
+def servers_of(verb):
+    """Return the numbers of the servers that run."""
+    status = json.loads(verb("status", "j", "--json").stdout)
+    return sorted(each["server"] for each in status["servers"] if each["pid"])
+
+
+def test_a_job_goes_on_with_other_parameter_servers(cluster, submit, verb, left, tmp_path):
+    (tmp_path / "train.py").write_text(TRAIN_WITH_SERVERS)
+    words = ["--job-id", "j", "--nnodes", "2", "--workers-per-node", "1", "--server-num", "2"]
+    front = submit(*words, "--remote-python", sys.executable, "--ship", "true", "../train.py")
+    front.until_said("rank 0 trains")
+    assert servers_of(verb) == [0, 1]
+
+    for number in ("3", "1"):
+        done = verb("scale", "j", "--servers", number, "--json")
+        assert done.returncode == 0, done.stderr
+        assert f"to {number} parameter server(s)" in json.loads(done.stdout)["done"]
+        cluster.await_that(lambda n=number: servers_of(verb) == list(range(int(n))), 40)
+    two = verb("scale", "j", "--servers", "2", "--nodes", "1")
+    assert (two.returncode, "two changes: give one at a time" in two.stderr) == (2, True)
+    wrong = verb("scale", "j", "--servers", "none")
+    assert (wrong.returncode, "--servers 'none' is no" in wrong.stderr) == (2, True), wrong.stderr
+
+    let_go(cluster)
+    assert front.wait() == 0, front.err + front.out
+    assert "rank 0 learned: True" in front.out
+    cluster.kubectl("delete", "job", "j")
+    cluster.await_that(lambda: not left())
+
+
+def test_a_job_without_servers_gets_none(submit, verb):
+    front = submit("--job-id", "j", "--nnodes", "2", *shell("echo up; sleep 1000"))
+    front.until_said("up")
+    refused = verb("scale", "--servers", "2")
+
+    assert (refused.returncode, refused.stdout) == (2, "")
+    assert "was started without parameter servers (--server-num)" in refused.stderr
     assert verb("stop", "j").returncode == 0
     assert front.wait() == 143

@@ -12,6 +12,11 @@ from kube.schema import admit_custom
 from kube.store import ObjectStore
 
 _NAME = re.compile(r"[a-z0-9]([-a-z0-9.]*[a-z0-9])?")
+_LABEL = re.compile(r"([A-Za-z0-9]([-A-Za-z0-9_.]*[A-Za-z0-9])?)?")
+_DNS_1035 = re.compile(r"[a-z]([-a-z0-9]{0,61}[a-z0-9])?")
+_DNS_1123 = re.compile(r"[a-z0-9]([-a-z0-9]{0,61}[a-z0-9])?")
+_CONFIG_KEY = re.compile(r"[-._a-zA-Z0-9]{1,253}")
+_DATA_MAX = 1 << 20
 _COLON_TOO = {"roles", "clusterroles", "rolebindings", "clusterrolebindings"}
 JOB_NAME = "batch.kubernetes.io/job-name"
 JOB_UID = "batch.kubernetes.io/controller-uid"
@@ -39,6 +44,12 @@ class Admission:
                 "end with an alphanumeric character"
             )
             raise invalid(resource, obj, text)
+        for key, value in (obj["metadata"].get("labels") or {}).items():
+            if len(value) > 63 or not _LABEL.fullmatch(value):
+                text = (
+                    f'metadata.labels: Invalid value: "{value}": must be no more than 63 characters'
+                )
+                raise invalid(resource, obj, f"{text}, of a label ({key})")
         if operation != "STATUS":
             special = getattr(self, f"_{resource.plural}", None)
             if special and not resource.schema:
@@ -122,6 +133,10 @@ class Admission:
         if not is_indexed and ("backoffLimitPerIndex" in spec or "successPolicy" in spec):
             text = "spec.backoffLimitPerIndex: Invalid value: requires indexed completion mode"
             raise invalid(resource, obj, text)
+        host = f"{obj['metadata']['name']}-{max(spec.get('completions', 1) - 1, 0)}"
+        if is_indexed and not _DNS_1123.fullmatch(host):
+            text = f"will not be able to create pod with invalid DNS hostname: {host}"
+            raise invalid(resource, obj, f"metadata.name: Invalid value: {text}")
         if is_indexed and spec.get("maxFailedIndexes", 0) > spec["completions"]:
             text = "must be less than or equal to completions"
             raise invalid(resource, obj, f"spec.maxFailedIndexes: Invalid value: {text}")
@@ -154,12 +169,25 @@ class Admission:
             if old.get(name) != new.get(name):
                 raise invalid(resource, obj, f"spec.{name}: Invalid value: field is immutable")
 
-    def _services(self, operation: str, _resource: Resource, obj: dict) -> None:
+    def _services(self, operation: str, resource: Resource, obj: dict) -> None:
+        name = obj["metadata"]["name"]
+        if not _DNS_1035.fullmatch(name):
+            text = f'metadata.name: Invalid value: "{name}": a DNS-1035 label must consist of'
+            raise invalid(resource, obj, f"{text} lower case alphanumeric characters or '-'")
         spec = obj.setdefault("spec", {})
         spec.setdefault("type", "ClusterIP")
         if operation == "CREATE" and not spec.get("clusterIP"):
             self._addresses += 1
             spec["clusterIP"] = f"10.96.0.{self._addresses}"
+
+    def _configmaps(self, _operation: str, resource: Resource, obj: dict) -> None:
+        data = obj.get("data") or {}
+        for key in data:
+            if not _CONFIG_KEY.fullmatch(key) or key in (".", ".."):
+                text = f'data[{key}]: Invalid value: "{key}": a valid config key must consist of'
+                raise invalid(resource, obj, f"{text} alphanumeric characters, '-', '_' or '.'")
+        if sum(len(text.encode()) for text in data.values()) > _DATA_MAX:
+            raise invalid(resource, obj, f"data: Too long: may not be more than {_DATA_MAX} bytes")
 
     def _secrets(self, operation: str, resource: Resource, obj: dict) -> None:
         for key, text in obj.pop("stringData", {}).items():

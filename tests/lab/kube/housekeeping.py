@@ -178,6 +178,12 @@ class NodeLifecycle:
                 self._silent.setdefault(name, time.monotonic())
         for pod in self._store.list("pods"):
             name = pod["spec"].get("nodeName")
+            if not name and pod["metadata"].get("deletionTimestamp") and not has_finished(pod):
+                # One that was never on a node, and that a finalizer keeps.
+                where = pod["metadata"]["namespace"], pod["metadata"]["name"]
+                with contextlib.suppress(ApiError):
+                    self._store.set_status("pods", *where, {"phase": "Failed"})
+                continue
             if name and name not in nodes:
                 self._end(pod)
                 continue

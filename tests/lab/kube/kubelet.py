@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import contextlib
 import os
+import shutil
 import signal
 import subprocess
 import threading
@@ -25,6 +26,7 @@ from kube.volumes import MountError
 BACKOFF = 0.1
 """Seconds before a container is started again, doubled each time up to twenty times that."""
 _RETRY = 0.1
+_NO_PROGRAM = "executable file not found in $PATH: unknown"
 _KEPT = ("PATH", "LANG", "MSRUN_TESTS_SESSION", "PYTHONPATH", "VIRTUAL_ENV")
 
 
@@ -35,6 +37,7 @@ class Kubelets:
         broken_images: Images that can never be pulled.
         entrypoints: Words that an image runs when a container gives no command.
         env: Variables that every image sets.
+        workdirs: Image -> the directory in which its containers start, else /tmp.
         node_files: What is below it, every node has below / for volumes of kind hostPath.
     """
 
@@ -43,6 +46,7 @@ class Kubelets:
         self.broken_images: set[str] = set()
         self.entrypoints: dict[str, list[str]] = {}
         self.env: dict[str, str] = {}
+        self.workdirs: dict[str, str] = {}
         self.lock = threading.RLock()
         self._runners: dict[str, PodRunner] = {}
         (folder / "logs").mkdir(parents=True, exist_ok=True)
@@ -62,7 +66,9 @@ class Kubelets:
                 runner.start()
             if runner is not None and pod["metadata"].get("deletionTimestamp"):
                 runner.stop(pod["metadata"].get("deletionGracePeriodSeconds", 0))
-            if runner is None and pod["metadata"].get("deletionTimestamp"):
+            # One that ended in the moment in which it was deleted has nobody else to remove it.
+            is_over = runner is None or not runner.is_alive()
+            if is_over and pod["metadata"].get("deletionTimestamp"):
                 with contextlib.suppress(ApiError):
                     where = pod["metadata"]["namespace"], pod["metadata"]["name"]
                     self.store.delete("pods", *where, grace=0)
@@ -152,7 +158,7 @@ class PodRunner(threading.Thread):
         self._stopping = threading.Event()
         self._is_silent = False
         self._grace = 0.0
-        self._cause = ""
+        self._cause = self._why = ""
         self._programs: dict[str, subprocess.Popen[bytes]] = {}
         self._statuses: dict[str, dict] = {}
         self._write = threading.Lock()
@@ -186,7 +192,9 @@ class PodRunner(threading.Thread):
         env |= {"HOSTNAME": self.host.name, **self.kubelets.env}
         env |= volumes.environment(self.kubelets.store, self._current(), container)
         words = [volumes.expand(word, env) for word in words]
-        enter = self.host.enter(container.get("workingDir", "/tmp"))
+        own = self.kubelets.workdirs.get(container["image"], "/tmp")
+        enter = self.host.enter(container.get("workingDir") or own)
+        enter += volumes.user_words(self.pod, container)
         return subprocess.Popen([*enter, *words], env=env, **options)
 
     # Its life.
@@ -217,6 +225,8 @@ class PodRunner(threading.Thread):
                 break
             text = f'Back-off pulling image "{broken[0]}": not found'
             self._wait_for(spec["containers"], "ImagePullBackOff", text, "Failed")
+        while (problem := volumes.user_problem(self.pod)) and not self._stopping.is_set():
+            self._wait_for(spec["containers"], "CreateContainerConfigError", problem, "Failed")
         made = self._retried(
             lambda: volumes.make(self.kubelets.store, self.pod, self.kubelets.folder)
         )
@@ -230,6 +240,8 @@ class PodRunner(threading.Thread):
         try:
             for container in [*spec.get("initContainers", ()), *spec["containers"]]:
                 volumes.mount(self.host, made, container)
+            for container in spec["containers"]:
+                volumes.protect(self.host, self.pod, container)
         except MountError as error:
             self.kubelets.emit(self.pod, "Warning", "FailedMount", str(error))
             self._report(phase="Failed", reason="FailedMount", message=str(error))
@@ -293,14 +305,17 @@ class PodRunner(threading.Thread):
             if alone and not self._is_silent:
                 self._kill()
             reason = self._cause or ("Completed" if code == 0 else "Error")
-            self._cause = ""
+            self._cause, why = "", self._why
+            self._why = ""
             ended = {
                 "exitCode": code,
                 "reason": reason,
                 "startedAt": began,
                 "finishedAt": timestamp(),
             }
-            if code and container.get("terminationMessagePolicy") == "FallbackToLogsOnError":
+            if why:
+                ended["message"] = why
+            elif code and container.get("terminationMessagePolicy") == "FallbackToLogsOnError":
                 ended["message"] = self.logs[name][-1].read_bytes()[-2048:].decode(errors="replace")
             again = policy == "Always" or (policy == "OnFailure" and code != 0)
             if self._stopping.is_set() or not again:
@@ -324,6 +339,10 @@ class PodRunner(threading.Thread):
             logs.append(path)
             if self._stopping.is_set():
                 return 143
+            if words and "/" not in words[0] and shutil.which(words[0]) is None:
+                self._cause = "StartError"
+                self._why = f'failed to create containerd task: exec: "{words[0]}": {_NO_PROGRAM}'
+                return 128
             try:
                 streams = {"stdin": subprocess.DEVNULL, "stdout": log, "stderr": log}
                 program = self.popen(container, words, **streams)

@@ -5,6 +5,10 @@ from __future__ import annotations
 import subprocess
 import sys
 from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+if TYPE_CHECKING:
+    from kube.cluster import Cluster
 
 DEPLOY = Path(__file__).parents[3] / "launchers" / "operator" / "deploy"
 PATIENCE = 60.0
@@ -12,38 +16,43 @@ SLEEPS = "import time; time.sleep(60)"
 
 
 class Operators:
-    """Operators of a cluster, each a process."""
+    """Operators of a cluster, each a process.
 
-    def __init__(self, cluster, folder):
+    Attributes:
+        wrapper: Words before the command of each.
+    """
+
+    def __init__(self, cluster: Cluster, folder: Path) -> None:
         self.cluster, self.folder = cluster, folder
-        self.running = []
+        self.running: list[subprocess.Popen[bytes]] = []
         self.started = 0
+        self.wrapper: list[str] = []
         cluster.kubectl("apply", "-k", str(DEPLOY))
         self.config = folder / "operator-config"
         token = cluster.server.access.token("msrun-system", "msrun-operator")
         cluster.write_kubeconfig(self.config, token)
 
-    def start(self, *options):
+    def start(self, *options: str) -> subprocess.Popen[bytes]:
         self.started += 1
         log = (self.folder / f"operator-{self.started}.log").open("w")
         with log:
-            words = [sys.executable, "-m", "msrun", "operator", "run", *options]
+            words = [*self.wrapper, sys.executable, "-m", "msrun", "operator", "run", *options]
             env = {**self.cluster.environ(), "KUBECONFIG": str(self.config)}
             program = subprocess.Popen(words, env=env, stdout=log, stderr=log)
         self.running.append(program)
         return program
 
-    def kill(self):
+    def kill(self) -> None:
         """SIGKILL all of them."""
         for program in self.running:
             program.kill()
             program.wait()
         self.running.clear()
 
-    def status(self, plural, name="t"):
+    def status(self, plural: str, name: str = "t") -> dict[str, Any]:
         return self.cluster.store.find(plural, "default", name).get("status") or {}
 
-    def await_phase(self, plural, phase, name="t"):
+    def await_phase(self, plural: str, phase: str, name: str = "t") -> dict[str, Any]:
         def holds():
             status = self.status(plural, name)
             return status if status.get("phase") == phase else None
@@ -51,7 +60,9 @@ class Operators:
         return self.cluster.await_that(holds, PATIENCE)
 
 
-def ms_job(script, *, workers=2, policy="Never", **run_policy):
+def ms_job(
+    script: str, *, workers: int = 2, policy: str = "Never", **run_policy: object
+) -> dict[str, Any]:
     container = {"name": "mindspore", "image": "m", "command": [sys.executable, "-c", script]}
     template = {"spec": {"containers": [container], "terminationGracePeriodSeconds": 1}}
     roles = {
@@ -62,7 +73,7 @@ def ms_job(script, *, workers=2, policy="Never", **run_policy):
     return {**kind, "spec": {"msReplicaSpecs": roles, "runPolicy": run_policy}}
 
 
-def msrun_job(script, *, nodes=2, **spec):
+def msrun_job(script: str, *, nodes: int = 2, **spec: object) -> dict[str, Any]:
     program = ["sh", "-c", script]
     given = {"image": "m", "python": sys.executable, "nodes": nodes, "workersPerNode": 1}
     options = {"no-python": "true"}
@@ -70,7 +81,7 @@ def msrun_job(script, *, nodes=2, **spec):
     return {**kind, "spec": {**given, "program": program, "options": options, **spec}}
 
 
-def running_pods(cluster, count):
+def running_pods(cluster: Cluster, count: int) -> dict[str, str]:
     def holds():
         pods = cluster.store.list("pods")
         pods = [p for p in pods if not p["metadata"].get("deletionTimestamp")]

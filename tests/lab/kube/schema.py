@@ -40,6 +40,8 @@ def admit_custom(operation: str, resource: Resource, obj: dict, old: dict | None
             problems += found or broken_rules(properties[field], obj[field], field, before)
         elif field in resource.schema.get("required", ()):
             problems.append(f"{field}: Required value")
+    rules = {"x-kubernetes-validations": resource.schema.get("x-kubernetes-validations", ())}
+    problems = problems or list(broken_rules(rules, obj, "", old))
     if problems:
         name = f'{resource.kind}.{resource.group} "{obj["metadata"]["name"]}"'
         text = problems[0] if len(problems) == 1 else f"[{', '.join(problems)}]"
@@ -128,13 +130,7 @@ def _bounds(schema: dict, value: object, path: str) -> Iterator[str]:
 
 def broken_rules(schema: dict, value: object, path: str, old: object) -> Iterator[str]:
     """Yield the rules that a value breaks, itself or inside."""
-    if isinstance(value, dict):
-        for key, below in schema.get("properties", {}).items():
-            if key in value:
-                yield from broken_rules(below, value[key], f"{path}.{key}", _inside(old, key))
-    if isinstance(value, list):
-        for i, item in enumerate(value):
-            yield from broken_rules(schema.get("items", {}), item, f"{path}[{i}]", None)
+    yield from _rules_inside(schema, value, path, old)
     for rule in schema.get("x-kubernetes-validations", ()):
         text = rule["rule"]
         if "oldSelf" in text and old is None:
@@ -146,6 +142,19 @@ def broken_rules(schema: dict, value: object, path: str, old: object) -> Iterato
             continue
         if not holds:
             yield f"{path}: Invalid value: {rule.get('message', f'failed rule: {text}')}"
+
+
+def _rules_inside(schema: dict, value: object, path: str, old: object) -> Iterator[str]:
+    """Yield the rules that what is inside a value breaks."""
+    if isinstance(value, dict):
+        known, others = schema.get("properties", {}), schema.get("additionalProperties")
+        for key, inner in value.items():
+            below = known.get(key, others)
+            if isinstance(below, dict):
+                yield from broken_rules(below, inner, f"{path}.{key}", _inside(old, key))
+    if isinstance(value, list):
+        for i, item in enumerate(value):
+            yield from broken_rules(schema.get("items", {}), item, f"{path}[{i}]", None)
 
 
 # The part of the Common Expression Language that our definitions use, by way of Python: field

@@ -3,7 +3,9 @@
 from __future__ import annotations
 
 import base64
+import os
 import re
+import sys
 from collections.abc import Mapping
 from pathlib import Path
 
@@ -107,8 +109,17 @@ def make(store: ObjectStore, pod: dict, folder: Path) -> dict[str, Path | str]:
             path.mkdir(parents=True, exist_ok=True)
         else:
             _write(store, pod, volume, path)
+            _share(pod, path)
         made[name] = path
     return made
+
+
+def _share(pod: dict, path: Path) -> None:
+    """Let the pod's fsGroup read the files of a volume."""
+    group = pod["spec"].get("securityContext", {}).get("fsGroup")
+    for file in path.iterdir() if group is not None else ():
+        os.chown(file, -1, group)
+        file.chmod(file.stat().st_mode | 0o040)
 
 
 def _size(limit: str | None) -> str:
@@ -176,6 +187,62 @@ case $source in
         [ "$5" = no ] || mount -o remount,bind,ro "$target" ;;
 esac
 """
+
+
+# Directories of this machine that only their owner may enter, on the way to its Python.
+_PROTECT = """
+set -e
+for place in $closed; do
+    layer=/run/opened$place
+    mkdir -p "$layer/upper" "$layer/work"
+    layers="lowerdir=$place,upperdir=$layer/upper,workdir=$layer/work"
+    mount -t overlay overlay -o "$layers" "$place"
+done
+[ "$is_protected" = yes ] || exit 0
+for place in / /tmp /run /home /dev/shm; do
+    case " $* " in *" $place "*) continue ;; esac
+    if mountpoint -q "$place"; then mount -o remount,bind,ro "$place"; fi
+done
+"""
+
+
+def protect(host, pod: dict, container: dict) -> None:
+    """Have a host that is up be as a container's `securityContext` wants it.
+
+    Another user than root can run its Python, and where the root file system is read-only, nobody
+    can write anything but volumes.
+    """
+    asked = container.get("securityContext", {})
+    is_protected = bool(asked.get("readOnlyRootFilesystem"))
+    user = asked.get("runAsUser", pod["spec"].get("securityContext", {}).get("runAsUser"))
+    above = Path(sys.executable).resolve().parents if user else ()
+    closed = [str(each) for each in above if not each.stat().st_mode & 0o001]
+    if closed or is_protected:
+        own = [wanted["mountPath"].rstrip("/") for wanted in container.get("volumeMounts", ())]
+        env = {"closed": " ".join(closed), "is_protected": "yes" if is_protected else "no"}
+        done = host.run(["sh", "-c", _PROTECT, "sh", *own], cwd="/", env=env)
+        if done.returncode:
+            raise MountError(done.stderr.strip())
+
+
+def user_words(pod: dict, container: dict) -> list[str]:
+    """Return the words before a command that run it as the user that a pod wants."""
+    asked = {**pod["spec"].get("securityContext", {}), **container.get("securityContext", {})}
+    if asked.get("runAsUser") is None:
+        return []
+    groups = [asked["fsGroup"]] if asked.get("fsGroup") is not None else []
+    groups = ["--groups", ",".join(map(str, groups))] if groups else ["--clear-groups"]
+    who = ["--reuid", str(asked["runAsUser"]), "--regid", str(asked.get("runAsGroup", 0))]
+    return ["setpriv", *who, *groups, "--inh-caps=-all", "--no-new-privs"]
+
+
+def user_problem(pod: dict) -> str:
+    """Return why the kubelet starts no container of a pod, whose images all run as root."""
+    for container in pod["spec"]["containers"]:
+        asked = {**pod["spec"].get("securityContext", {}), **container.get("securityContext", {})}
+        if asked.get("runAsNonRoot") and not asked.get("runAsUser"):
+            return "container has runAsNonRoot and image will run as root"
+    return ""
 
 
 def mount(host, made: Mapping[str, Path | str], container: dict) -> None:

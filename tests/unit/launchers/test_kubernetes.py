@@ -222,7 +222,7 @@ def patched(patch):
     ("texts", "changes", "beginning"),
     [
         ({}, {"master_addr": "node0"}, "--master-addr node0 has no place in --launcher kubernetes"),
-        ({}, {"job_id": "1x"}, "--job-id '1x' cannot be the name of a Job in Kubernetes"),
+        ({}, {"job_id": "--"}, "--job-id '--' cannot be the name of a Job in Kubernetes"),
         ({}, {"job_id": "x" * 41}, "--job-id 'xxxx"),
         (
             {"ship": "true"},
@@ -234,6 +234,13 @@ def patched(patch):
             {"ship": "true"},
             {"words": ("--parallel=x/train.py", "train.py")},
             "--ship: two files are ",
+        ),
+        ({"ship": "true"}, {"words": ("my train.py",)}, "--ship: 'my train.py' cannot be the name"),
+        ({"ship": "true"}, {"words": ("zug_ü.py",)}, "--ship: 'zug_ü.py' cannot be the name of a"),
+        (
+            {"ship": "true"},
+            {"words": ("large.py",)},
+            "--ship: the files have 921601 bytes (at most",
         ),
         ({"k8s-patch": "a"}, {}, "--k8s-patch a is no YAML: "),
         ({"k8s-patch": "b"}, {}, "--k8s-patch b has a 'Secret' (choose Service, Job)"),
@@ -247,7 +254,7 @@ def test_fleets_that_are_refused(fleet, monkeypatch, texts, changes, beginning):
     more = {
         "a": "{", "b": "kind: Secret", "c": "metadata: {name: other}", "d": "7",
         "e": f"spec: {{template: {{spec: {{containers: [{{name: msrun, env: {env}}}]}}}}}}",
-        "x/train.py": "",
+        "x/train.py": "", "my train.py": "", "zug_ü.py": "", "large.py": "x" * 921_601,
     }  # fmt: skip
     for name, text in more.items():
         monkeypatch.setitem(FILES, name, text)
@@ -256,6 +263,16 @@ def test_fleets_that_are_refused(fleet, monkeypatch, texts, changes, beginning):
         plan_of(fleet, {"image": "t", **texts}, **changes)
 
     assert refusal.value.message.startswith(beginning)
+
+
+def test_names_that_begin_with_a_digit_or_have_dots(fleet):
+    def name(job_id):
+        return objects(plan_of(fleet, {"image": "t"}, job_id=job_id))["job.yaml"]["metadata"][
+            "name"
+        ]
+
+    assert name("01_train.v2-4be1c7") == "job-01-train-v2-4be1c7"
+    assert name("Größe.A") == "gr-e-a"
 
 
 MINORS = ("1.31", "1.32", "1.33", "1.34", "1.35", "1.36", "1.37")

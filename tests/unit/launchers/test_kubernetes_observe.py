@@ -48,6 +48,12 @@ TIME = ("Failed", "DeadlineExceeded", "Job was active longer than specified dead
         (job(("Complete", "", "")), [], End(code=0)),
         (job(("Completed", "AllJobsCompleted", "")), [], End(code=0)),  # a JobSet
         (job(FAILED), [ended(0, 7), ended(1, 7)], End(code=7)),
+        (
+            job(FAILED),
+            [ended(0, 128, why="StartError", message='exec: "python": not found'), ended(1, 143)],
+            End(code=128, reason='pod j-0 could not start its container: exec: "python": not found '
+                "(the image needs Python with msrun)"),
+        ),
         # Kubernetes ends the other pods of a job that failed.
         (job(FAILED), [ended(0, 143, "2026-01-01T00:00:00Z"), ended(1, 7)], End(code=7)),
         (job(FAILED), [ended(0, 9, "2026-01-01T00:00:09Z"), ended(1, 7)], End(code=7)),

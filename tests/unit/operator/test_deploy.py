@@ -88,6 +88,9 @@ def test_the_image_has_what_the_package_needs_but_torch():
     names = set(re.findall(r'^  "([a-z]+)', needed, re.MULTILINE)) - {"torch", "numpy"}
     dockerfile = (DEPLOY / "Dockerfile").read_text()
     assert names | {"kopf", "kubernetes"} == set(re.findall(r'"([a-z]+)>=', dockerfile))
+    # In the versions of the package and of its extra.
+    asked = set(re.findall(r'"([a-z]+>=[0-9.]+)', dockerfile))
+    assert asked - set(re.findall(r'"([a-z]+>=[0-9.]+)', text)) == set()
 
 
 def instructions(path):

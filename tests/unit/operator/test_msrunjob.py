@@ -138,6 +138,43 @@ def test_what_a_job_may_ask_of_its_pods():
     assert pod_spec["automountServiceAccountToken"] is False
 
 
+def test_a_template_is_merged_over_the_pods_and_keeps_our_labels():
+    template = {
+        "metadata": {"annotations": {"a": "b"}, "labels": {"team": "x", "msrun.io/job": "other"}},
+        "spec": {
+            "hostNetwork": True,
+            "securityContext": {"runAsUser": 1000},
+            "containers": [
+                {"name": "msrun", "stdin": True},
+                {"name": "side", "image": "log:1"},
+            ],
+        },
+    }
+    (made,) = objects(msrun_job(podTemplate=template))
+    pods = made["spec"]["template"]
+    assert pods["metadata"]["annotations"] == {"a": "b"}
+    assert pods["metadata"]["labels"]["team"] == "x"
+    assert pods["metadata"]["labels"]["msrun.io/job"] == "job"
+    assert (pods["spec"]["hostNetwork"], pods["spec"]["securityContext"]) == (
+        True,
+        {"runAsUser": 1000},
+    )
+    ours, side = pods["spec"]["containers"]
+    assert (ours["stdin"], ours["image"], side["name"]) == (True, "train:1", "side")
+
+
+def test_a_template_that_contradicts_itself_fails_the_job():
+    twice = [{"name": "msrun", "tty": True}, {"name": "msrun"}]
+    decided = decide(msrun_job(podTemplate={"spec": {"containers": twice}}))
+    assert decided.status["phase"] == "Failed"
+    assert decided.status["verdict"]["code"] == 2
+    assert "has name 'msrun' twice in one list" in decided.status["verdict"]["cause"]
+
+
+def test_servers_are_an_option_of_the_program():
+    assert "--server-num=2" in words(msrun_job(nodes=2, servers=2))
+
+
 def test_the_first_look_creates_and_the_second_only_watches():
     job = msrun_job(nodes=2)
     first = decide(job)

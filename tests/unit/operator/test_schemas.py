@@ -11,7 +11,7 @@ from launchers.operator import msrunjob
 from launchers.operator.msrunjob_objects import objects
 
 DEPLOY = Path(__file__).parents[3] / "launchers" / "operator" / "deploy"
-MINORS = ("1.31", "1.34", "1.37")
+MINORS = ("1.31", "1.32", "1.33", "1.34", "1.35", "1.36", "1.37")
 
 pytestmark = pytest.mark.slow
 
@@ -52,6 +52,14 @@ def test_objects_of_an_msrunjob_are_valid(minor):
         "resources": {"limits": {"nvidia.com/gpu": 8}},
         "queue": "team",
         "tolerations": [{"key": "gpu", "operator": "Exists"}],
+        "podTemplate": {
+            "metadata": {"annotations": {"a": "b"}},
+            "spec": {
+                "affinity": {"podAffinity": {}},
+                "securityContext": {"runAsUser": 1000, "fsGroup": 1000},
+                "containers": [{"name": "msrun", "securityContext": {"privileged": False}}],
+            },
+        },
     }
     kind = {"apiVersion": msrunjob.API_VERSION, "kind": "MsrunJob", "metadata": metadata}
     made = objects({**kind, "spec": spec})
