@@ -2,7 +2,8 @@
 
     cd examples
     msrun --server-num 2 --worker-num 4 --parallel configs/ctr_servers.yaml train_ctr.py
-    python train_ctr.py
+    python train_ctr.py                                  # one process
+    python train_ctr.py --draw ../docs/images/train_ctr.svg     # both, and the chart
 
 Both runs learn the same.  A sample has sparse features alone: numbers are cut into buckets, and
 each bucket, as each pair of buckets, is a row of a table, found by hashing.  The wide part adds up
@@ -11,7 +12,7 @@ one number for each pair; the deep part is a network over vectors of the buckets
 The data are the breast cancer records that scikit-learn ships (569 records of 30 numbers, and a
 yes or no): no click log comes with a package, and the model does not know the difference.
 
-`CURVE=curve.png` draws the losses, where matplotlib is installed; `CURVE=curve.json` writes them.
+`CURVE=curve.json` writes the losses.
 """
 
 from __future__ import annotations
@@ -19,7 +20,9 @@ from __future__ import annotations
 import importlib.metadata
 import json
 import os
+import subprocess
 import sys
+import tempfile
 from pathlib import Path
 
 import numpy as np
@@ -85,20 +88,24 @@ class WideAndDeep(nn.Module):
         return (self.wide(pairs) + deep).squeeze(1)
 
 
-def show(losses: list[float], path: Path) -> None:
-    """Write the curve as numbers or as a picture."""
-    if path.suffix == ".json":
-        path.write_text(json.dumps(losses))
-        return
-    try:
-        import matplotlib.pyplot as plt
-    except ImportError:
-        print(f"{path} needs matplotlib: pip install matplotlib, or choose CURVE=curve.json")
-        return
-    figure, axes = plt.subplots()
-    axes.plot(losses)
-    axes.set(xlabel="step", ylabel="log loss")
-    figure.savefig(path)
+def draw(picture: Path) -> None:
+    """Train in one process, and with four workers and two servers; draw both curves."""
+    from train_lm import svg
+
+    config = Path(__file__).parent / "configs" / "ctr_servers.yaml"
+    sizes = ["--server-num", "2", "--worker-num", "4", "--parallel", str(config)]
+    curves: dict[str, list[float]] = {}
+    with tempfile.TemporaryDirectory() as folder:
+        path = Path(folder, "losses.json")
+        env = {**os.environ, "CURVE": str(path), "OMP_NUM_THREADS": "1"}
+        together = ["-m", "msrun", *sizes, "--log-dir", folder]
+        for name, words in {"one process": [], "2 servers, 4 workers": together}.items():
+            subprocess.run([sys.executable, *words, __file__], env=env, check=True)
+            curves[name] = json.loads(path.read_text())
+    picture.write_text(svg(curves))
+    alone, servers = curves.values()
+    worst = max(abs(one - other) for one, other in zip(alone, servers, strict=True))
+    print(f"last loss {servers[-1]:.4f}, farthest from one process {worst:.1e}")
 
 
 def main() -> list[float]:
@@ -124,9 +131,12 @@ def main() -> list[float]:
     share = (found == (labels[held_out] > 0)).float().mean().item()
     rt.print(f"accuracy {share:.3f} on {rt.world_size} ranks")
     if rt.is_main and "CURVE" in os.environ:
-        show(losses, Path(os.environ["CURVE"]))
+        Path(os.environ["CURVE"]).write_text(json.dumps(losses))
     return losses
 
 
 if __name__ == "__main__":
-    main()
+    if sys.argv[1:2] == ["--draw"]:
+        draw(Path(sys.argv[2]))
+    else:
+        main()

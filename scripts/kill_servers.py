@@ -1,10 +1,11 @@
 """Kills processes of a job that trains on parameter servers, and checks each loss of the job.
 
-    python scripts/kill_servers.py --kills 100 --replicas 1 --seed 1
+    python scripts/kill_servers.py --kills 100 --replicas 1 --seed 1 --busy 4
 
 Each job trains for as long as there are kills: each server once, now and then a worker or the
 scheduler.  Every rank compares each loss with that of one process.  Prints how long the ranks had
-no step after each kill of a server, and exits with 1 if a job failed or a loss was another.
+no step after each kill of a server, beside the load of the machine, and exits with 1 if a job
+failed or a loss was another.  `--busy N` keeps N processes busy meanwhile.
 """
 
 from __future__ import annotations
@@ -18,10 +19,14 @@ import subprocess
 import sys
 import tempfile
 import time
+from collections.abc import Iterator
 from itertools import pairwise
 from pathlib import Path
 
 import psutil
+
+# Pauses above are printed, each with how long a rank had work and no core.
+_LONG_SECONDS = 1.0
 
 TRAIN = """
 import os, pathlib, time
@@ -96,9 +101,42 @@ def pause_after(folder: Path, at: float) -> float:
         time.sleep(0.01)
 
 
+def waited(ranks: list[psutil.Process]) -> list[float]:
+    """Return how long the script of each rank was ready to run and had no core, in seconds."""
+    found = []
+    for rank in ranks:
+        with contextlib.suppress(OSError):  # it has ended
+            words = Path(f"/proc/{rank.pid}/schedstat").read_text().split()
+            found.append(int(words[1]) / 1e9)
+    return found
+
+
 def server_number(victim: psutil.Process) -> str:
     """Return which server a process is."""
     return " ".join(victim.cmdline()).partition("msrun server ")[2].split()[0]
+
+
+@contextlib.contextmanager
+def busy(number: int) -> Iterator[None]:
+    """Keep so many processes busy."""
+    words = [sys.executable, "-c", "while True: pass"]
+    processes = [subprocess.Popen(words) for _ in range(number)]
+    try:
+        yield
+    finally:
+        for process in processes:
+            process.kill()
+            process.wait()
+
+
+def summary(pauses: list[float]) -> str:
+    """Return what there is to say about pauses."""
+    if not pauses:
+        return "no pause"
+    ranked = sorted(pauses)
+    near_all = ranked[min(len(ranked) - 1, int(len(ranked) * 0.95))]
+    half = statistics.median(ranked)
+    return f"pause median {half:.2f} s, 95 % {near_all:.2f} s, most {ranked[-1]:.2f} s"
 
 
 class Job:
@@ -148,9 +186,20 @@ class Job:
             if victims:
                 victim = self._draw.choice(victims)
                 killed.add(server_number(victim))
-                at = time.monotonic()
-                victim.kill()
-                self.pauses.append(pause_after(self._folder, at))
+                self._kill(victim, family(family_of, "msrun rank"))
+
+    def _kill(self, victim: psutil.Process, ranks: list[psutil.Process]) -> None:
+        number, before, at = server_number(victim), waited(ranks), time.monotonic()
+        victim.kill()
+        pause = pause_after(self._folder, at)
+        self.pauses.append(pause)
+        if pause > _LONG_SECONDS:
+            idle = max(
+                (late - early for early, late in zip(before, waited(ranks), strict=False)),
+                default=0.0,
+            )
+            said = f"no step for {pause:.2f} s; a rank waited {idle:.2f} s for a core meanwhile"
+            print(f"server {number}: {said}", flush=True)
 
 
 def main() -> int:
@@ -162,7 +211,14 @@ def main() -> int:
     parser.add_argument("--servers", type=int, default=4)
     parser.add_argument("--others", type=float, default=0.1, help="share of workers and schedulers")
     parser.add_argument("--seed", type=int, default=1)
+    parser.add_argument("--busy", type=int, default=0, help="processes that keep the cores busy")
     given = parser.parse_args()
+    with busy(given.busy):
+        return torment(given)
+
+
+def torment(given: argparse.Namespace) -> int:
+    """Return 1 if a job failed."""
     draw = random.Random(given.seed)  # noqa: S311 - of faults
     pauses: list[float] = []
     others = code = 0
@@ -173,8 +229,8 @@ def main() -> int:
         pauses += job.pauses
         others += job.others
         text = f"{len(pauses)} kills of servers, {others} of others; exit code {code}"
-        half, most = statistics.median(pauses or [0.0]), max(pauses, default=0.0)
-        print(f"{text}; pause median {half:.2f} s, most {most:.2f} s", flush=True)
+        load = os.getloadavg()[0]
+        print(f"{text}; {summary(pauses)}; load {load:.0f}", flush=True)
     return 1 if code else 0
 
 

@@ -17,8 +17,8 @@ from collections.abc import Sequence
 import zmq
 
 from msrun.transport import frames
-from msrun.transport.gate import DOMAIN, Gate
-from msrun.transport.keys import key_pair
+from msrun.transport.curve import admit, identify, take_over
+from msrun.transport.gate import Gate
 from msrun.transport.loop import Loop
 from msrun.transport.sockets import endpoint, handshake_milliseconds
 
@@ -94,16 +94,9 @@ class DataListener:
         _bound(self.socket, peers)
         self.socket.setsockopt(zmq.ROUTER_MANDATORY, 1)
         if secret is not None:
-            self.gate = Gate(context, {key_pair(secret, _PEER).public: _PEER})
-            own = key_pair(secret, _SERVER)
-            self.socket.curve_server = True
-            self.socket.curve_publickey = own.public
-            self.socket.curve_secretkey = own.secret
-            self.socket.setsockopt_string(zmq.ZAP_DOMAIN, DOMAIN)
-            self.socket.setsockopt(zmq.ZAP_ENFORCE_DOMAIN, 1)
+            self.gate = admit(self.socket, context, secret, _SERVER, _PEER)
         host, port = listening.getsockname()[:2]
-        self.socket.setsockopt(zmq.USE_FD, listening.detach())
-        self.socket.bind(endpoint(host, port))
+        take_over(self.socket, listening, endpoint(host, port))
 
     def receive(self) -> list[tuple[bytes, list[memoryview]]]:
         """Return messages that wait, each behind the route to its sender."""
@@ -142,10 +135,7 @@ class DataConnection:
         self.monitor = self.socket.get_monitor_socket(_UP | zmq.EVENT_DISCONNECTED)
         self.is_up = False
         if secret is not None:
-            own = key_pair(secret, _PEER)
-            self.socket.curve_publickey = own.public
-            self.socket.curve_secretkey = own.secret
-            self.socket.curve_serverkey = key_pair(secret, _SERVER).public
+            identify(self.socket, secret, _PEER, _SERVER)
         self.socket.connect(endpoint(*address))
 
     def send(self, parts: Sequence[Buffer]) -> bool:

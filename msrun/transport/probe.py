@@ -79,7 +79,8 @@ class Prober:
         def on_answer(code: int) -> None:
             if code == errno.ECONNREFUSED:
                 ended()
-            elif code == 0 and times:
+            # A connection that waits to be accepted is reset when what listens ends just then.
+            elif code in (0, errno.ECONNRESET) and times:
                 longer = min(2 * pause, _WATCH_LAST)
                 again = partial(self._watch, host, port, ended, longer, times - 1)
                 self._later.append((self._loop.now() + pause, again))

@@ -33,8 +33,9 @@ from msrun.cluster.wire import codec, control_messages
 from msrun.cluster.wire.messages import Envelope
 from msrun.errors import ProtocolError, UsageError, VersionError
 from msrun.transport import frames
-from msrun.transport.gate import DOMAIN, Gate
-from msrun.transport.keys import KeyPair, key_pair
+from msrun.transport.curve import admit, identify, take_over
+from msrun.transport.gate import Gate
+from msrun.transport.keys import key_pair
 from msrun.transport.loop import Loop
 
 SCHEDULER = "scheduler"
@@ -204,20 +205,9 @@ class SchedulerSocket:
         self.socket.setsockopt(zmq.ROUTER_MANDATORY, 1)
         self.socket.setsockopt(zmq.ROUTER_HANDOVER, 1)
         if secret is not None:
-            self._authenticate(context, secret)
+            self.gate = admit(self.socket, context, secret, SCHEDULER, AGENT, CONTROL)
         host, port = listening.getsockname()[:2]
-        self.socket.setsockopt(zmq.USE_FD, listening.detach())
-        self.socket.bind(endpoint(host, port))
-
-    def _authenticate(self, context: zmq.Context[zmq.Socket[bytes]], secret: bytes) -> None:
-        roles = (AGENT, CONTROL)
-        self.gate = Gate(context, {key_pair(secret, role).public: role for role in roles})
-        own = key_pair(secret, SCHEDULER)
-        self.socket.curve_server = True
-        self.socket.curve_publickey = own.public
-        self.socket.curve_secretkey = own.secret
-        self.socket.setsockopt_string(zmq.ZAP_DOMAIN, DOMAIN)
-        self.socket.setsockopt(zmq.ZAP_ENFORCE_DOMAIN, 1)
+        take_over(self.socket, listening, endpoint(host, port))
 
     def receive(self) -> list[Envelope]:
         """Return messages that wait; garbage from a key holder is dropped."""
@@ -358,10 +348,7 @@ class AgentSocket:
         self.socket.setsockopt(zmq.RECONNECT_IVL, _RECONNECT_MS[0])
         self.socket.setsockopt(zmq.RECONNECT_IVL_MAX, _RECONNECT_MS[1])
         if secret is not None:
-            own: KeyPair = key_pair(secret, AGENT)
-            self.socket.curve_publickey = own.public
-            self.socket.curve_secretkey = own.secret
-            self.socket.curve_serverkey = key_pair(secret, SCHEDULER).public
+            identify(self.socket, secret, AGENT, SCHEDULER)
         self.socket.connect(address)
 
     def send(self, envelope: Envelope) -> None:

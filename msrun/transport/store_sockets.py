@@ -18,8 +18,8 @@ import zmq
 
 from msrun.errors import UsageError
 from msrun.transport import frames
-from msrun.transport.gate import DOMAIN, Gate
-from msrun.transport.keys import key_pair
+from msrun.transport.curve import admit, identify, take_over
+from msrun.transport.gate import Gate
 from msrun.transport.sockets import endpoint, handshake_milliseconds
 
 CHUNK_BYTES_MAX = 64 << 10
@@ -90,16 +90,9 @@ class StoreSocket:
         self.socket.setsockopt(zmq.SNDHWM, 0)
         self.socket.setsockopt(zmq.ROUTER_HANDOVER, 1)
         if secret is not None:
-            self.gate = Gate(context, {key_pair(secret, _RELAY).public: _RELAY})
-            own = key_pair(secret, _SERVER)
-            self.socket.curve_server = True
-            self.socket.curve_publickey = own.public
-            self.socket.curve_secretkey = own.secret
-            self.socket.setsockopt_string(zmq.ZAP_DOMAIN, DOMAIN)
-            self.socket.setsockopt(zmq.ZAP_ENFORCE_DOMAIN, 1)
+            self.gate = admit(self.socket, context, secret, _SERVER, _RELAY)
         host, port = listening.getsockname()[:2]
-        self.socket.setsockopt(zmq.USE_FD, listening.detach())
-        self.socket.bind(endpoint(host, port))
+        take_over(self.socket, listening, endpoint(host, port))
 
     def receive(self) -> list[tuple[bytes, Message]]:
         """Return messages that wait, each behind the route to its node."""
@@ -150,10 +143,7 @@ class RelaySocket:
         self.socket.setsockopt(zmq.ROUTING_ID, b"r" + os.urandom(16))
         self.monitor = self.socket.get_monitor_socket(_BROKEN | zmq.EVENT_HANDSHAKE_SUCCEEDED)
         if secret is not None:
-            own = key_pair(secret, _RELAY)
-            self.socket.curve_publickey = own.public
-            self.socket.curve_secretkey = own.secret
-            self.socket.curve_serverkey = key_pair(secret, _SERVER).public
+            identify(self.socket, secret, _RELAY, _SERVER)
         self.socket.connect(self._address)
 
     def send(self, number: int, data: bytes) -> bool:

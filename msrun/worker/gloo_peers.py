@@ -12,6 +12,10 @@ while a group is made, or has been there for groups that share the device.  It w
 listening socket, for every connected pair, and, with EPOLLONESHOT, for the first bytes of
 connections that are not yet a pair.  /proc tells all that.
 
+The ranks then wait for each other.  A rank whose script ends at once would otherwise close its
+connections before another had looked, and be taken for a stranger that has gone.  Groups that are
+derived in C++ have no store here, so for these that is left.
+
 Only in jobs on one node: which user of another host holds a connection, no kernel tells.
 """
 
@@ -106,7 +110,8 @@ def _wrap(module: ModuleType) -> None:
         are_shared = any(isinstance(each, is_option) for each in (*args, *kwargs.values()))
         with seen.connections(are_shared=are_shared) as connections:
             make(self, *args, **kwargs)
-            _check(connections, self.size() - 1)
+            if _check(connections, self.size() - 1):
+                _meet(args[0] if args else kwargs["store"], self.size())
 
     gloo.__init__ = init
     for name in _FROM_OTHERS:
@@ -127,6 +132,20 @@ def _checked(derive: Callable[..., Any], seen: _Devices) -> Callable[..., Any]:
         return group
 
     return derived
+
+
+def _meet(store: Any, ranks: int) -> None:
+    """Return when all ranks of a group are here.
+
+    A barrier of the group itself would be one of its collectives, which torch numbers.
+
+    Args:
+        store: Of this group alone.
+        ranks: Of the group.
+    """
+    if store.add("msrun/checked", 1) == ranks:
+        store.set("msrun/all_checked", "")
+    store.wait(["msrun/all_checked"])
 
 
 class _Devices:
@@ -164,22 +183,25 @@ def _finder() -> Find | None:
     return chosen and chosen[1]
 
 
-def _check(connections: Iterable[socket.socket], peers: int) -> None:
+def _check(connections: Iterable[socket.socket], peers: int) -> bool:
     """Refuse a group with a connection whose other end is not this user's.
 
     Args:
         connections: Of the group.
         peers: Ranks of the group besides this one.
 
+    Returns:
+        Whether there were connections to check.
+
     Raises:
         AuthenticationError: Another user, or nobody, holds the other end of a connection.
         UsageError: Connections will be made later.
     """
     find = _finder()
-    if find is None:  # the job's store is open to all users, too: --insecure
-        return
+    if find is None or not peers:  # --insecure opens the job's store to all users, too
+        return False
     waiting = list(connections)
-    if peers and not waiting:
+    if not waiting:
         raise UsageError(
             f"gloo has yet to connect the {peers + 1} ranks of a new process group, and whose its "
             "connections will be cannot be checked then",
@@ -192,6 +214,7 @@ def _check(connections: Iterable[socket.socket], peers: int) -> None:
         if time.monotonic() > deadline:
             raise _refusal("nobody")
         select.select([], [], [], _NEXT_LOOK_SECONDS)
+    return True
 
 
 def _not_known(connections: list[socket.socket], find: Find) -> list[socket.socket]:

@@ -12,8 +12,8 @@ import time
 import memory
 import psutil
 import pytest
-from audit import codes
-from served import TRAIN
+from audit import AT_ONCE, codes
+from served import ELASTIC, TRAIN
 from support import STOPS, kill, script, shell, until
 
 pytestmark = pytest.mark.process
@@ -216,6 +216,38 @@ def test_a_program_that_cannot_be_started_on_one_node_is_not_tried_again(pair, f
         assert "rank 1 (node b, local_rank 0" in node.block()
         assert "it cannot be started, so it is not restarted" in node.err
     assert nodes[0].verdict()["restarts"] == 0
+
+
+def test_nodes_with_servers_come_and_go_in_an_elastic_job(lab, form):
+    (lab.folder / "servers.yaml").write_text("servers: {params: ['0.weight']}")
+    sizes = (
+        "--nnodes",
+        "1:2",
+        "--workers-per-node",
+        1,
+        "--server-num",
+        2,
+        "--lease",
+        "3s",
+        *AT_ONCE,
+    )
+    words = (*sizes, "--max-restarts", 2, "--parallel", "servers.yaml")
+    program = script(lab.folder, ELASTIC)
+    (a,) = form(lab.hosts[:1], *words, program)
+    a.until_logged("goes on with 1", 0)
+    (b,) = form(lab.hosts[1:2], *words, program)
+    b.until_logged("goes on with 2", 1)
+    assert b.find("msrun server 1")
+    b.kill_host()
+    until(lambda: a.log(0).count("goes on with 1") > 1, "for one node", seconds=60)
+    (lab.folder / "over").touch()
+
+    assert a.wait(60) == 0
+    log = a.log(0)
+    assert log.rstrip().endswith("equal")
+    begins = [line.split() for line in log.splitlines() if line.startswith("begins with")]
+    assert [int(words[2]) for words in begins] == [1, 2, 1]
+    assert all(int(words[4]) > 0 for words in begins[1:])
 
 
 def test_servers_on_several_nodes_outlive_a_server_and_move_with_a_lost_node(lab, form):

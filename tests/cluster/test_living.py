@@ -290,8 +290,8 @@ def churn(lab, living, audit, cycles, seed=4):
 
 
 @pytest.mark.timeout(600)
-def test_nodes_that_come_and_go_fifty_times(lab, living, audit):
-    churn(lab, living, audit, 50)
+def test_nodes_that_come_and_go_twenty_times(lab, living, audit):
+    churn(lab, living, audit, 20)
 
 
 @pytest.mark.slow

@@ -156,7 +156,9 @@ def test_an_address_that_nobody_reaches_is_named(lab, living):
 YEAR = 366 * 86400
 
 
-@pytest.mark.parametrize("wrong", [pytest.param(-20, marks=pytest.mark.slow), -60, 3600, 10 * YEAR])
+@pytest.mark.parametrize(
+    "wrong", [*(pytest.param(w, marks=pytest.mark.slow) for w in (-20, 3600)), -60, 10 * YEAR]
+)
 def test_a_node_whose_wall_clock_is_wrong_lives_on(lab, form, audit, clock, wrong):
     clock.set_wrong(wrong)
     a, *others = lab.hosts

@@ -149,6 +149,43 @@ def below(terminal, name):
     return [each for each in family if name in " ".join(each.cmdline())]
 
 
+# Its server is stopped while a parameter of 64 MiB goes there, over sockets.
+WAIT = """
+    import os, threading, time
+    import psutil, torch, msrun
+
+    def wait(server):
+        server.suspend()
+        before = time.process_time()
+        threading.Event().wait(1)
+        used.append(time.process_time() - before)
+        server.resume()
+
+    used = []
+    torch.set_num_threads(1)
+    with msrun.init({"servers": {"params": ["weight"], "shared_memory": False}}) as rt:
+        model = rt.shard(torch.nn.Linear(4096, 4096, bias=False))
+        optimizer = rt.optimizer(torch.optim.SGD(model.parameters(), lr=0.1))
+        model.weight.grad = torch.ones(4096, 4096)
+        optimizer.step()
+        siblings = psutil.Process(os.getppid()).children()
+        server = next(each for each in siblings if each.name() == "msrun server")
+        waiting = threading.Thread(target=wait, args=(server,))
+        waiting.start()
+        while waiting.is_alive():
+            optimizer.step()
+        print("used", used[0])
+"""
+
+
+def test_a_rank_that_waits_for_a_server_uses_no_processor(msrun, tmp_path):
+    job = msrun("--worker-num", 1, "--server-num", 1, script(tmp_path, WAIT))
+
+    assert job.wait() == 0
+    (used,) = re.findall(r"^used (\S+)$", job.log(0), re.MULTILINE)
+    assert float(used) < 0.4  # of one second, in which a step's own work is done, too
+
+
 def test_servers_by_hand_are_nodes_of_their_own(cluster, tmp_path):
     """MindSpore's words: each process is started by its user, in any order."""
     (tmp_path / "servers.yaml").write_text("servers: {params: ['0.weight']}")

@@ -62,7 +62,7 @@ class Chaos(Driver):
             exclude=draw.choice([0, 2, 3]),
             serves=draw.choice(["", "", "", "a"]),
             lease=draw.choice([5.0, 10.0, 10.0, 30.0]),
-            servers=self.servers if least == most else 0,
+            servers=self.servers,
         )
         self.world = World(settings, build, driver=self)
         self.slots = {name: draw.randint(1, 2) for name in names}

@@ -190,6 +190,14 @@ class KeepsServers(NodeServers):
         return []
 
 
+class SparesServers(NodeServers):
+    """Lets servers live on where their place may be another's in the next generation."""
+
+    def swept(self):
+        self.is_elastic = False
+        return super().swept()
+
+
 class StopsWorkersAlone(AgentState):
     """Leaves the servers of a generation that the job went on without."""
 
@@ -229,6 +237,7 @@ MUTANTS = {
     "receipt": (Build(uplink=CountsFromReceipt), {}),
     "leavesworkers": (Build(agent_state=LeavesWorkers), {}),
     "keepsservers": (Build(servers=KeepsServers), {"servers": 3}),
+    "sparesservers": (Build(servers=SparesServers), {"servers": 3}),
     "stopsworkersalone": (
         Build(agent_state=StopsWorkersAlone),
         {"servers": 3, "log_losses": 1.0, "deaths": 0.1},

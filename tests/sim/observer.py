@@ -116,8 +116,11 @@ class Observer:
             self.require(still == stay, "I12 nodes change places", before, names)
             return
         ranks = [self.hosts[name].state.register.node_rank for name in names]
-        given = [rank for rank in ranks if rank is not None]
-        order = sorted(set(given)) + [None] * ranks.count(None)
+        given = sorted({rank for rank in ranks if rank is not None})
+        others = [None] * ranks.count(None)
+        order = given + others
+        if given and given[-1] < len(names):  # each can have the very rank it was given
+            order = [place if place in given else None for place in range(len(names))]
         self.require(ranks == order, "I12 nodes are not in the order of their ranks", names, ranks)
 
     def observe_lost_log(self):

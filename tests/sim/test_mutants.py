@@ -16,6 +16,7 @@ FIRST = {
     "hastens": 5,
     "ignoresranks": 2,
     "keepsservers": 0,
+    "sparesservers": 0,
     "lateassign": 694,
     "leavesworkers": 125,
     "nodrain": 0,

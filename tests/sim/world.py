@@ -321,7 +321,10 @@ class World(Observer):
         )
         now = offset + self.now * (1 + drift)
         limits = RestartLimits(max_restarts=settings.restarts)
-        own = self.build.servers(JOB, settings.servers, limits) if settings.servers else None
+        own = None
+        if settings.servers:
+            is_elastic = settings.least < settings.most
+            own = self.build.servers(JOB, settings.servers, limits, is_elastic)
         state = self.build.agent_state(
             servers=own,
             job_id=JOB,

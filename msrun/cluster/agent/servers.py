@@ -5,11 +5,16 @@ generations of workers, so none of this is the scheduler's: a server that ends w
 started again alone, on its own node, at once or after a pause.  Its policy is that of workers, one
 budget each.  When the budget is spent, the scheduler gets a `ServerFailed` and ends the job.
 
-Three ends of a server are not its failure:
+Where nodes come and go, the next generation may have other nodes, and servers follow from their
+ranks.  So there the sweep after a generation kills its servers, too.  The ranks of the next one
+begin with the tables of their checkpoint, wherever its servers are.
+
+Four ends of a server are not its failure:
 
 - *The node is cut off*, or the scheduler has forgotten it: its place may become another node's.  So
   its servers are killed, and `begin` starts those of its next place.
 - *It is one server too many*, after `msrun scale`.  It gives away its rows, and ends with 0.
+- *The sweep of a generation* of an elastic job.
 - *A sweep that did not know it.*  The reaper spares the pids that it is given.  A server that was
   ordered just before has none yet, and is killed with the workers' remains.
 """
@@ -59,11 +64,13 @@ class NodeServers:
         total: Servers of all nodes: number i is on the node of rank i modulo the nodes, unless
             the scheduler says otherwise.
         limits: When a server that ended is started again.
+        is_elastic: Nodes come and go, and servers end with each generation.
     """
 
     job_id: str
     total: int
     limits: RestartLimits
+    is_elastic: bool = False
     _servers: dict[int, _Server] = field(default_factory=dict)
     # What the scheduler said last, if it did.
     _assigned: tuple[int, ...] | None = None
@@ -164,6 +171,8 @@ class NodeServers:
 
     def swept(self) -> tuple[int, ...]:
         """Return the pids that a sweep of the workers spares; it may hit those without one."""
+        if self.is_elastic and not self._is_cut:
+            self._cut()
         if self._is_cut:
             return ()
         for server in self._servers.values():
@@ -172,10 +181,13 @@ class NodeServers:
 
     def kill(self) -> list[Action]:
         """Kill all servers, which start again with the node's next workers."""
+        self._cut()
+        return self._signal(self.live, signal.SIGKILL)
+
+    def _cut(self) -> None:
         self._is_cut = True
         for server in self._servers.values():
             server.is_exposed, server.due = True, None
-        return self._signal(self.live, signal.SIGKILL)
 
     def end(self) -> list[Action]:
         """Ask the servers to end: the job is over."""

@@ -1,8 +1,10 @@
 """Picks the nodes of a generation and assigns their node ranks, from which ranks follow.
 
-The first generation orders its nodes by the node rank they were given, else by address as a
-number, else by the natural order of their names.  Later generations keep the order: a node that
-stays keeps its node rank, and a node that replaces a lost one takes the rank of that one.
+The first generation gives each node the node rank that its user gave it.  The others, and all
+where a given rank is larger than the number of nodes, are ordered by address as a number, else by
+the natural order of their names; those with a rank go first then.  Later generations keep the
+order: a node that stays keeps its node rank, and a node that replaces a lost one takes the rank of
+that one.
 """
 
 from __future__ import annotations
@@ -57,7 +59,7 @@ def assign_node_ranks(
     formation: Formation,
     previous: Sequence[str],
     cold: Collection[str] = (),
-    first: int | None = None,
+    first: int = 0,
 ) -> list[str]:
     """Return the nodes of the next generation by node rank.
 
@@ -66,8 +68,7 @@ def assign_node_ranks(
         formation: How many it takes; there are enough.
         previous: The nodes of the previous generation by node rank; empty before the first.
         cold: Nodes that still import: chosen only if there are too few others.
-        first: The smallest node rank that a user can have given to one of them, where each
-            is to have that very place; None has those with a rank go first.
+        first: The smallest node rank that a user can have given to one of them.
     """
     if formation.has_server_nodes:  # behind those of workers, each of which has one
         size = formation.world_size or 0
@@ -89,7 +90,7 @@ def assign_node_ranks(
     chosen = _pick(nodes, formation, previous, cold)
     if not previous:
         ordered = sorted(chosen, key=lambda node_id: node_order(node_id, nodes[node_id]))
-        return ordered if first is None else _with_given(ordered, nodes, first)
+        return _with_given(ordered, nodes, first)
     newcomers = [node_id for node_id in chosen if node_id not in previous]
     newcomers.sort(key=lambda node_id: node_order(node_id, nodes[node_id]))
     order: list[str] = []

@@ -78,7 +78,8 @@ class Roster:
         nodes: Node id -> node; changed by the methods only, as are the next two.
         excluded: Node id -> why it may run no more workers.
         stale: Nodes on which workers of an earlier generation may still live.
-        bound: Members of a job with parameter servers, which do not move: none of them may leave.
+        bound: Members of a job of a fixed size with parameter servers, which do not move: none of
+            them may leave.
     """
 
     formation: Formation
@@ -100,8 +101,9 @@ class Roster:
         self.bind(m.node_id for m in members)
 
     def bind(self, members: Iterable[str]) -> None:
-        """Keep the members of a generation in the job, if parameter servers are on them."""
-        self.bound = set(members) if self.formation.servers else set()
+        """Keep the members of a generation in the job, if parameter servers on them do not move."""
+        is_bound = self.formation.servers and not self.formation.is_elastic
+        self.bound = set(members) if is_bound else set()
 
     def add(self, node_id: str, node: RegisteredNode) -> None:
         """Take in a node, or a new registration of a known one."""

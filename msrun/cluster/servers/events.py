@@ -12,6 +12,7 @@ from msrun.cluster.servers.messages import (
     FetchSlices,
     Header,
     Message,
+    Norms,
     Rows,
     SliceContents,
     Snapshot,
@@ -87,10 +88,22 @@ class StepBegins(msgspec.Struct, frozen=True):
     ask: Payload
 
 
-class StepEnds(msgspec.Struct, frozen=True):
-    """The worker has the gradients of its step."""
+class StepMeasures(msgspec.Struct, frozen=True):
+    """The worker needs norms of the sum of all workers' gradients, and has its own."""
 
     gradients: Payload
+
+
+class StepEnds(msgspec.Struct, frozen=True):
+    """The worker has the gradients of its step.
+
+    Args:
+        gradients: They; or how those of the last measurement are changed.
+        is_commit: Whether they are the latter.
+    """
+
+    gradients: Payload
+    is_commit: bool = False
 
 
 class Reconnected(msgspec.Struct, frozen=True):
@@ -116,7 +129,7 @@ class Scale(msgspec.Struct, frozen=True):
 
 
 ServerEvent = Arrived | Saved | Tick
-WorkerEvent = Arrived | Reconnected | StepBegins | StepEnds | Finished | Tick
+WorkerEvent = Arrived | Reconnected | StepBegins | StepMeasures | StepEnds | Finished | Tick
 CoordinatorEvent = Arrived | Scale | Tick
 
 
@@ -144,6 +157,13 @@ class SendRows(msgspec.Struct, frozen=True):
     ask: Payload
 
 
+class SendNorms(msgspec.Struct, frozen=True):
+    """Answer a measurement with norms of the sum of these gradients, added in this order."""
+
+    message: Norms
+    pushes: tuple[tuple[int, Payload], ...]
+
+
 class SendSlices(msgspec.Struct, frozen=True):
     """Answer another server with slices of a snapshot on this disk."""
 
@@ -160,6 +180,18 @@ class SendCopies(msgspec.Struct, frozen=True):
 
 class TakeCopies(msgspec.Struct, frozen=True):
     """Replace all rows and optimizer state by what was kept."""
+
+
+class Committed(msgspec.Struct, frozen=True):
+    """A push whose gradients a measurement brought.
+
+    Args:
+        gradients: Payload of the measurement.
+        commit: Payload of the push: how they are changed.
+    """
+
+    gradients: Payload
+    commit: Payload
 
 
 class ApplyStep(msgspec.Struct, frozen=True):
@@ -226,6 +258,20 @@ class DeliverRows(msgspec.Struct, frozen=True):
     rows: dict[int, Payload]
 
 
+class DeliverNorms(msgspec.Struct, frozen=True):
+    """Give the script the norms of its measurement.
+
+    Args:
+        clock: The step.
+        norms: Server -> payload.
+        absent: Workers that do not measure in this step; then there are no norms.
+    """
+
+    clock: int
+    norms: dict[int, Payload]
+    absent: tuple[int, ...] = ()
+
+
 class StepDone(msgspec.Struct, frozen=True):
     """All servers have the gradients of step `clock`."""
 
@@ -278,6 +324,7 @@ class ServersReleased(msgspec.Struct, frozen=True):
 ServerAction = (
     SendMessage
     | SendRows
+    | SendNorms
     | SendSlices
     | SendCopies
     | TakeCopies
@@ -288,7 +335,7 @@ ServerAction = (
     | SaveSnapshot
     | DropSnapshots
 )
-WorkerAction = SendMessage | DeliverRows | StepDone | BeginAt | WorkerLeft
+WorkerAction = SendMessage | DeliverRows | DeliverNorms | StepDone | BeginAt | WorkerLeft
 CoordinatorAction = SendMessage | WriteDecision | ServersReleased | Unrecoverable
 
 NEVER = math.inf

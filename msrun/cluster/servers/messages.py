@@ -83,8 +83,31 @@ class Pull(WorkerStep, frozen=True, tag=True, kw_only=True, forbid_unknown_field
     part: Number = 0
 
 
+class Measure(WorkerStep, frozen=True, tag=True, kw_only=True, forbid_unknown_fields=True):
+    """Ask for norms of the sum of all workers' gradients of step `clock`; no row changes.
+
+    The payload is the worker's gradients.
+
+    Args:
+        round: Counts the measurements of the step, from 1.
+        is_again: The server has had the gradients, so there is no payload.
+    """
+
+    round: Number
+    is_again: bool = False
+
+
 class Push(WorkerStep, frozen=True, tag=True, kw_only=True, forbid_unknown_fields=True):
-    """Send the gradients of step `clock`, already scaled as they are to be added."""
+    """Send the gradients of step `clock`, already scaled as they are to be added.
+
+    Args:
+        rounds: Measurements of the step, which come before.
+        is_commit: The gradients are those of the last measurement, and the payload says by what
+            they are multiplied.
+    """
+
+    rounds: Number = 0
+    is_commit: bool = False
 
 
 class Leave(WorkerStep, frozen=True, tag=True, kw_only=True, forbid_unknown_fields=True):
@@ -104,6 +127,7 @@ class FromServer(Header, frozen=True, tag=True, kw_only=True, forbid_unknown_fie
         life: For which life of it.
         epoch: The ownership of both.
         clock: How many pushes of that worker are here, the first ones without a gap.
+        rounds: How many measurements of its next step are here.
         version: Optimizer steps that the server has done.
         durable: How many pushes of that worker are on disk.
         is_done: The worker has left, as far as this server knows.
@@ -116,6 +140,7 @@ class FromServer(Header, frozen=True, tag=True, kw_only=True, forbid_unknown_fie
     life: Number
     epoch: Number
     clock: Number
+    rounds: Number = 0
     version: Number
     durable: Number
     is_done: bool = False
@@ -142,6 +167,21 @@ class Rows(FromServer, frozen=True, tag=True, kw_only=True, forbid_unknown_field
     asked: Number
     oldest: Number
     part: Number = 0
+
+
+class Norms(FromServer, frozen=True, tag=True, kw_only=True, forbid_unknown_fields=True):
+    """Answer a `Measure` once those of all workers are here; the norms are the payload.
+
+    Args:
+        asked: The clock of the measurement.
+        round: Its round.
+        absent: Workers that have pushed their gradients of the step without this measurement: there
+            are no norms.
+    """
+
+    asked: Number
+    round: Number
+    absent: list[Number] = []
 
 
 class Moved(Header, frozen=True, tag=True, kw_only=True, forbid_unknown_fields=True):
@@ -299,12 +339,14 @@ class FetchCopies(Header, frozen=True, tag=True, kw_only=True, forbid_unknown_fi
         life: Which life of it.
         epoch: The ownership of both.
         slices: What it wants.
+        version: Steps that these are to have had: the answer waits for them.
     """
 
     server: Number
     life: Number
     epoch: Number
     slices: list[Slice]
+    version: Number = 0
 
 
 class CopyContents(Header, frozen=True, tag=True, kw_only=True, forbid_unknown_fields=True):
@@ -324,8 +366,8 @@ class CopyContents(Header, frozen=True, tag=True, kw_only=True, forbid_unknown_f
 
 
 BetweenServers = FetchSlices | SliceContents | FetchCopies | CopyContents
-ToServer = WorkerHello | Pull | Push | Leave | Freeze | Adopt | Open | BetweenServers
-ToWorker = Welcome | Ack | Rows | Moved
+ToServer = WorkerHello | Pull | Measure | Push | Leave | Freeze | Adopt | Open | BetweenServers
+ToWorker = Welcome | Ack | Rows | Norms | Moved
 ToCoordinator = (
     AskOwnership | NeedRollback | ServerHello | Frozen | Adopted | Opened | SnapshotMissing
 )

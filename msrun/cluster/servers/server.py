@@ -20,7 +20,13 @@ What makes the sums exact, and lets any process die:
 - *Copies are servers like others.*  Workers push to the owner of a slice and to the server with its
   copy, and both do the same steps.  A server that was killed takes all that it had from those that
   have it, at one version, and no step is done again.  Only if they have been killed, too, or stay
-  at different versions, it goes on from its snapshot.
+  at different versions, or behind its snapshot, it goes on from that.
+
+- *A measurement changes nothing.*  Before it pushes, a worker may ask for norms of the sum of all
+  gradients of the step, as clipping needs them.  Its gradients are held, counted like pushes
+  (`rounds`), and the answer waits for those of all workers.  The push that follows may then say
+  only by what they are multiplied.  They are in memory alone: a server that was killed gets them
+  again, each before the push of its step.
 
 With staleness above 0 every push is a step of its own, applied when it comes; a pull waits until
 the slowest worker is at most that many steps behind.
@@ -32,14 +38,18 @@ from __future__ import annotations
 
 import enum
 import math
+from collections.abc import Mapping
 from dataclasses import dataclass, field
 from typing import TypeVar
+
+import msgspec
 
 from msrun.cluster.servers.events import (
     NEVER,
     ApplyStep,
     Arrived,
     AssembleSlices,
+    Committed,
     DropSnapshots,
     KeepSlices,
     LoadSnapshot,
@@ -49,6 +59,7 @@ from msrun.cluster.servers.events import (
     SaveSnapshot,
     SendCopies,
     SendMessage,
+    SendNorms,
     SendRows,
     SendSlices,
     ServerAction,
@@ -71,8 +82,10 @@ from msrun.cluster.servers.messages import (
     FromServer,
     Frozen,
     Leave,
+    Measure,
     Message,
     Moved,
+    Norms,
     Open,
     Opened,
     Pull,
@@ -136,11 +149,18 @@ class ServerState:
     _settled: dict[int, int] = field(default_factory=dict)
     _safe: int = 0
     _held: dict[tuple[int, int], Payload] = field(default_factory=dict)
+    # Worker -> measurements of its next step that are here; clock and round -> their gradients; and
+    # worker -> the measurement that it waits for.
+    _rounds: dict[int, int] = field(default_factory=dict)
+    _measured: dict[tuple[int, int], dict[int, Payload]] = field(default_factory=dict)
+    _asking: dict[int, tuple[int, int]] = field(default_factory=dict)
     _waiting: dict[int, tuple[Pull, Payload]] = field(default_factory=dict)
     _missing: dict[int, list[Slice]] = field(default_factory=dict)
     # Server -> what it is asked for and what it answered, while this one takes copies.
     _copies: dict[int, tuple[list[Slice], Snapshot | None]] = field(default_factory=dict)
     _copies_asked: int = 0
+    # Server -> its request for copies of a version that is not here yet.
+    _lending: dict[int, FetchCopies] = field(default_factory=dict)
     _saving: dict[tuple[int, int], Snapshot] = field(default_factory=dict)
     _goal: int = -1
     _order: tuple[int, int] = (-1, -1)
@@ -164,6 +184,9 @@ class ServerState:
                 self._receive(message, payload, now)
             case Saved(epoch=epoch, version=version):
                 self._saved(epoch, version)
+        for asked in [each for each in self._lending.values() if each.version <= self.version]:
+            del self._lending[asked.server]
+            self._copy(asked)
         if now >= self._due:
             self._remind(now)
         return self._actions
@@ -217,6 +240,7 @@ class ServerState:
             return
         if message.life > self._lives.get(worker, 0):
             self._waiting.pop(worker, None)
+            self._forget_rounds(worker)
         self._lives[worker] = message.life
         if isinstance(message, WorkerHello):
             self._answer(worker, Welcome)
@@ -232,9 +256,15 @@ class ServerState:
             self.clocks[worker] += skipped
             self.version += skipped
         match message:
-            case Push(clock=clock):
-                if self._is_next(worker, clock):
+            case Measure():
+                self._measure(message, payload)
+                self._answer(worker, Ack)
+            case Push(clock=clock, rounds=rounds, is_commit=is_commit):
+                if self._is_next(worker, clock) and self._rounds.get(worker, 0) == rounds:
+                    if is_commit:
+                        payload = Committed(self._measured[clock, rounds][worker], payload)
                     self.clocks[worker] = clock + 1
+                    self._rounds.pop(worker, None)
                     self._accept(worker, clock, payload)
                 self._answer(worker, Ack)
             case Pull(clock=clock):
@@ -247,8 +277,48 @@ class ServerState:
                     self._save_if_due(has_left=True)
                 self._answer(worker, Ack)
         self._advance()
+        self._tell_norms()
         self._serve()
         self._drop()
+
+    def _measure(self, message: Measure, payload: Payload) -> None:
+        worker, clock, number = message.worker, message.clock, message.round
+        is_next = clock == self.clocks[worker] and number == self._rounds.get(worker, 0) + 1
+        if is_next and not message.is_again:
+            self._rounds[worker] = number
+            self._measured.setdefault((clock, number), {})[worker] = payload
+        if worker in self._measured.get((clock, number), {}):
+            self._asking[worker] = (clock, number)
+
+    def _tell_norms(self) -> None:
+        """Answer the measurements for which all gradients are here, or never will be."""
+        for worker, (clock, number) in sorted(self._asking.items()):
+            given = self._measured.get((clock, number), {})
+            lacking = self._unmeasured(clock, given)
+            absent = [each for each in lacking if self.clocks[each] > clock]
+            if lacking and not absent:
+                continue
+            del self._asking[worker]
+            more = {"asked": clock, "round": number}
+            message = self._header(worker, Norms, **more)
+            if absent:
+                message = msgspec.structs.replace(message, absent=absent)
+                self._tell_worker(worker, message)
+            else:
+                self._do(SendNorms(message, tuple(sorted(given.items()))))
+
+    def _unmeasured(self, clock: int, given: Mapping[int, Payload]) -> list[int]:
+        """Return the workers whose gradients a norm lacks."""
+        needed = {each for each in self.clocks if self._takes_part(each, clock)}
+        return sorted(needed - given.keys())
+
+    def _forget_rounds(self, worker: int) -> None:
+        """Forget the measurements of a worker's last life, which its next one repeats."""
+        self._rounds.pop(worker, None)
+        self._asking.pop(worker, None)
+        for (clock, _), given in self._measured.items():
+            if clock == self.clocks[worker]:
+                given.pop(worker, None)
 
     def _is_next(self, worker: int, clock: int) -> bool:
         """Whether this push was not here yet, and all before it were."""
@@ -275,6 +345,8 @@ class ServerState:
             if version >= self._goal and not self._is_settled(needed, version):
                 return
             self._apply(tuple((worker, self._held.pop((worker, version))) for worker in needed))
+            for key in [key for key in self._measured if key[0] <= version]:
+                del self._measured[key]
 
     def _takes_part(self, worker: int, version: int) -> bool:
         return self.done.get(worker, math.inf) > version
@@ -313,6 +385,7 @@ class ServerState:
             life=self._lives[worker],
             epoch=self.epoch,
             clock=self.clocks[worker],
+            rounds=self._rounds.get(worker, 0),
             version=self.version,
             durable=durable,
             is_done=worker in self.done,
@@ -427,8 +500,12 @@ class ServerState:
         self._safe = 0
         self._held.clear()
         self._waiting.clear()
+        self._rounds.clear()
+        self._measured.clear()
+        self._asking.clear()
         self._missing.clear()
         self._copies.clear()
+        self._lending.clear()
         self._saving.clear()
         here = [kept for kept in self.disk if kept.epoch == ownership.epoch]
         latest = max(here, key=lambda kept: kept.version, default=None)
@@ -467,19 +544,29 @@ class ServerState:
         if self._copies_asked > _COPIES_ASKED_MAX:
             self._load()
             return
-        newest = max((now.version for _, now in self._copies.values() if now), default=-1)
-        for peer, (slices, now) in sorted(self._copies.items()):
+        newest = max((now.version for _, now in self._copies.values() if now), default=0)
+        for peer, (_, now) in sorted(self._copies.items()):
             if now is None or now.version < newest:
-                fetch = FetchCopies(
-                    server=self.server, life=self.life, epoch=self.epoch, slices=slices
-                )
-                self._do(SendMessage(ToPeer(peer), fetch))
+                self._ask_for_copy(peer, newest)
+
+    def _ask_for_copy(self, peer: int, version: int) -> None:
+        fetch = FetchCopies(
+            server=self.server,
+            life=self.life,
+            epoch=self.epoch,
+            slices=self._copies[peer][0],
+            version=version,
+        )
+        self._do(SendMessage(ToPeer(peer), fetch))
 
     def _copy(self, asked: FetchCopies) -> None:
         is_here = asked.epoch == self.epoch and self.phase in {
             ServerPhase.SERVING,
             ServerPhase.FROZEN,
         }
+        if is_here and self.version < asked.version:
+            self._lending[asked.server] = asked
+            return
         answer = CopyContents(
             server=self.server,
             life=asked.life,
@@ -505,7 +592,14 @@ class ServerState:
         self._do(KeepSlices(tuple(slices), payload))
         self._copies[message.server] = (slices, message.now)
         found = [now for _, now in self._copies.values()]
-        if any(now is None or now.version != message.now.version for now in found):
+        newest = max(now.version for now in found if now)
+        for peer, (_, now) in sorted(self._copies.items()):
+            if now and now.version < newest:  # it does that step in a moment
+                self._ask_for_copy(peer, newest)
+        if any(now is None or now.version != newest for now in found):
+            return
+        if self._durable and newest < self._durable.version:  # those were killed, too
+            self._load()  # workers need not have what this snapshot holds and the copies do not
             return
         self._copies.clear()
         self.version = message.now.version
@@ -513,6 +607,7 @@ class ServerState:
         self._settled = dict(self.clocks)
         self._do(TakeCopies())
         self._adopted()
+        self._save_if_due()  # as those did that have the copies: all go back to one version
 
     def _gather(self, before: Ownership | None) -> None:
         """Ask the earlier owners for what comes from elsewhere."""

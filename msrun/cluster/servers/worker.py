@@ -1,18 +1,25 @@
 """The state machine of a worker's side of the parameter servers.  It does no IO and knows no row.
 
-Phases: JOINING -> GREETING -> IDLE -> PULLING -> COMPUTING -> PUSHING -> IDLE ... -> LEAVING ->
-LEFT; LOST where a server has lost what this worker cannot send again.
+Phases: JOINING -> GREETING -> IDLE -> PULLING -> COMPUTING <-> MEASURING, COMPUTING -> PUSHING ->
+IDLE ... -> LEAVING -> LEFT; LOST where a server has lost what this worker cannot send again.
 
 The machine looks at what each server lacks (`_wanted`) and sends that, again and again until it is
 there.  So a lost answer, a server that was killed and a new ownership all need no case of their
 own: each only changes what is lacking.
 
+- What was not answered for a while may be on its way still, and large.  So it is not sent again at
+  once: the server is asked what it has, and its answer comes behind whatever it got before.
 - Gradients are kept until all servers have them on disk.
 - A server that was killed says which push it expects; the kept pushes from there on go to it.
+  It is asked for that in every phase: ranks that wait for its rows may be waited for by this one.
 - A worker that was killed asks all servers for the next push they expect, and begins with the
   smallest.  It cannot send earlier ones.  If a server needs one, or is already past that step,
   the worker asks for a rollback.
 - After a change of ownership the kept pushes go to whoever owns the slices now.
+
+A step may measure its gradients before it pushes them, once or several times.  Measurements are
+kept with the push and sent before it, to each life of each server: so a server that was killed has
+what other workers still wait for, and a push need not repeat gradients that were measured.
 
 A step may pull several times, as a script finds out which rows it needs: each pull is a *part* of
 the step, and takes the place of one that was not answered yet.
@@ -29,6 +36,7 @@ from msrun.cluster.servers.events import (
     NEVER,
     Arrived,
     BeginAt,
+    DeliverNorms,
     DeliverRows,
     Finished,
     Payload,
@@ -38,6 +46,7 @@ from msrun.cluster.servers.events import (
     StepBegins,
     StepDone,
     StepEnds,
+    StepMeasures,
     ToHead,
     ToPeer,
     WorkerAction,
@@ -48,9 +57,11 @@ from msrun.cluster.servers.messages import (
     AskOwnership,
     FromServer,
     Leave,
+    Measure,
     Message,
     Moved,
     NeedRollback,
+    Norms,
     Pull,
     Push,
     Rows,
@@ -71,6 +82,7 @@ class WorkerPhase(enum.Enum):
     IDLE = "idle"
     PULLING = "pulling"
     COMPUTING = "computing"
+    MEASURING = "measuring"
     PUSHING = "pushing"
     LEAVING = "leaving"
     LEFT = "left"
@@ -87,19 +99,23 @@ class ServerView:
 
     Args:
         clock: How many pushes of this worker it has.
+        rounds: How many measurements of the step after these.
         durable: How many of them are on its disk.
         has_left: Its disk knows that this worker has left.
         life: Which life of it said so.
         sent: What it was sent last, without an answer that settles it.
         sent_at: When.
+        is_asked: It was asked since whether that has come.
     """
 
     clock: int
     durable: int = 0
+    rounds: int = 0
     has_left: bool = False
     life: int = -1
     sent: Message | None = None
     sent_at: float = -math.inf
+    is_asked: bool = False
 
 
 @dataclass(slots=True, kw_only=True)
@@ -124,6 +140,11 @@ class WorkerState:
     _views: dict[int, ServerView] = field(default_factory=dict)
     _welcomes: dict[int, Welcome] = field(default_factory=dict)
     _kept: dict[int, Payload] = field(default_factory=dict)
+    # Clock -> the gradients of its measurements, and whether its push is a commit of the last one.
+    _measured: dict[int, list[Payload]] = field(default_factory=dict)
+    _commits: dict[int, bool] = field(default_factory=dict)
+    _norms: dict[int, Payload] = field(default_factory=dict)
+    _absent: set[int] = field(default_factory=set)
     _ask: Payload = None
     _part: int = 0
     _rows: dict[int, Payload] = field(default_factory=dict)
@@ -143,7 +164,12 @@ class WorkerState:
     def deadline(self) -> float | None:
         """Return when `Tick` is due; None where nothing is."""
         retry = self.rules.retry
-        dues = [view.sent_at + retry for view in self._views.values() if view.sent is not None]
+        is_going = self.phase not in {WorkerPhase.GREETING, WorkerPhase.LOST, WorkerPhase.LEFT}
+        dues = [
+            view.sent_at + retry
+            for view in self._views.values()
+            if view.sent is not None or is_going
+        ]
         if self._needs_head:
             dues.append(self._head_due)
         due = min(dues, default=NEVER)
@@ -152,8 +178,8 @@ class WorkerState:
     def handle(self, event: WorkerEvent, *, now: float) -> list[WorkerAction]:
         """Return what follows from `event`, in order.
 
-        `StepBegins` and `Finished` are for a worker that has no push under way, `StepEnds` for one
-        that computes.
+        `StepBegins` and `Finished` are for a worker that has no push under way, `StepMeasures` and
+        `StepEnds` for one that computes.
         """
         self._actions = []
         match event:
@@ -167,8 +193,15 @@ class WorkerState:
                 self._ask, self._rows = ask, {}
                 self._part += 1
                 self.phase = WorkerPhase.PULLING
-            case StepEnds(gradients=gradients) if self.phase is WorkerPhase.COMPUTING:
+            case StepMeasures(gradients=gradients) if self.phase is WorkerPhase.COMPUTING:
+                self._measured.setdefault(self.clock, []).append(gradients)
+                self._norms, self._absent = {}, set()
+                self.phase = WorkerPhase.MEASURING
+            case StepEnds(gradients=gradients, is_commit=is_commit) if (
+                self.phase is WorkerPhase.COMPUTING
+            ):
                 self._kept[self.clock] = gradients
+                self._commits[self.clock] = is_commit
                 self.phase = WorkerPhase.PUSHING
             case Reconnected(server=server) if server in self._views:
                 self._views[server].sent = None
@@ -188,20 +221,31 @@ class WorkerState:
         if view is None or message.server_life < view.life:
             return
         is_new = message.server_life > view.life
-        view.clock = message.clock if is_new else max(view.clock, message.clock)
+        here, known = (message.clock, message.rounds), (view.clock, view.rounds)
+        view.clock, view.rounds = here if is_new else max(known, here)
         view.durable = max(view.durable, message.durable)
         view.has_left = view.has_left or message.has_left
         view.life = message.server_life
+        if view.is_asked and isinstance(message, Welcome):
+            view.sent = None  # what is lacking now is lost
         if self.phase is WorkerPhase.GREETING and isinstance(message, Welcome):
             self._welcomes[message.server] = message
         elif isinstance(message, Rows) and self._is_awaited(message):
             self._rows[message.server] = payload
+        elif isinstance(message, Norms) and self._is_measured(message):
+            self._norms[message.server] = payload
+            self._absent |= set(message.absent)
         if self._is_lost(message, view):
             self.phase = WorkerPhase.LOST
 
     def _is_awaited(self, rows: Rows) -> bool:
         is_last = (rows.asked, rows.part) == (self.clock, self._part)
         return self.phase is WorkerPhase.PULLING and is_last
+
+    def _is_measured(self, norms: Norms) -> bool:
+        rounds = len(self._measured.get(self.clock, ()))
+        is_last = (norms.asked, norms.round) == (self.clock, rounds)
+        return self.phase is WorkerPhase.MEASURING and is_last
 
     def _is_lost(self, message: FromServer, view: ServerView) -> bool:
         """Whether a server needs a push that this life cannot send, or has passed its step."""
@@ -228,6 +272,10 @@ class WorkerState:
             case WorkerPhase.PULLING if len(self._rows) == len(self._views):
                 self.phase = WorkerPhase.COMPUTING
                 self._actions.append(DeliverRows(self.clock, dict(sorted(self._rows.items()))))
+            case WorkerPhase.MEASURING if self._absent or len(self._norms) == len(self._views):
+                self.phase = WorkerPhase.COMPUTING
+                norms = dict(sorted(self._norms.items()))
+                self._actions.append(DeliverNorms(self.clock, norms, tuple(sorted(self._absent))))
             case WorkerPhase.PUSHING if all(view.clock > self.clock for view in views):
                 self.phase = WorkerPhase.IDLE
                 self._actions.append(StepDone(self.clock))
@@ -255,13 +303,16 @@ class WorkerState:
     def _start_at(self, clock: int) -> None:
         self.clock = self._floor = self._settled = clock
         self._kept.clear()
+        self._commits.clear()
+        self._measured.clear()
         self._actions.append(BeginAt(clock))
 
     def _forget(self) -> None:
         """Drop the gradients that all servers have on disk."""
         safe = self._safe
         for clock in [clock for clock in self._kept if clock < safe]:
-            del self._kept[clock]
+            del self._kept[clock], self._commits[clock]
+            self._measured.pop(clock, None)
         self._floor = max(self._floor, min(safe, self.clock))
 
     @property
@@ -272,9 +323,12 @@ class WorkerState:
         """Go over to another ownership."""
         is_new = self.ownership is None
         branch = self.ownership.branch if self.ownership else 0
+        before = self.ownership.clocks.keys() if self.ownership else set()
         self.ownership = ownership
         self._welcomes.clear()
         self._rows.clear()
+        self._norms.clear()
+        self._absent.clear()
         if self.worker not in ownership.clocks:
             self.phase = WorkerPhase.LEFT
             self._views.clear()
@@ -282,18 +336,32 @@ class WorkerState:
             return
         base = ownership.clocks[self.worker]
         has_left = self.worker in ownership.done
-        self._views = {server: ServerView(base, base, has_left) for server in ownership.servers}
+        self._views = {
+            server: ServerView(base, base, has_left=has_left) for server in ownership.servers
+        }
         if is_new or self.phase in {WorkerPhase.GREETING, WorkerPhase.LOST}:
             self.phase = WorkerPhase.GREETING
-        elif base < self._floor or (branch != ownership.branch and self._is_ahead(base)):
+        elif (
+            base < self._floor
+            or (branch != ownership.branch and self._is_ahead(base))
+            or (before != ownership.clocks.keys() and self._has_norms_since(base))
+        ):
             self.phase = WorkerPhase.IDLE
             self._start_at(base)
         else:
             self._settled = base
 
+    def _has_norms_since(self, clock: int) -> bool:
+        """Whether gradients that are not stepped yet depend on norms, and so on other workers."""
+        return max(self._measured, default=-1) >= clock
+
     def _is_ahead(self, version: int) -> bool:
         """Whether this worker has seen rows of a later version, in sync training."""
-        has_pulled = self.phase in {WorkerPhase.COMPUTING, WorkerPhase.PUSHING}
+        has_pulled = self.phase in {
+            WorkerPhase.COMPUTING,
+            WorkerPhase.MEASURING,
+            WorkerPhase.PUSHING,
+        }
         return self.rules.is_sync and self.clock + has_pulled > version + 1
 
     # What servers lack.
@@ -303,18 +371,34 @@ class WorkerState:
         hello = WorkerHello(worker=self.worker, life=self.life, epoch=self.epoch)
         if self.phase is WorkerPhase.GREETING:
             return None if server in self._welcomes else hello
-        if self.phase in {WorkerPhase.LOST, WorkerPhase.LEFT}:
-            return None
-        push = max(view.clock, self._floor)
-        if push in self._kept:
-            return self._step(Push, push)
+        lacking = self._lacking(view)
+        if lacking or self.phase in {WorkerPhase.LOST, WorkerPhase.LEFT}:
+            return lacking
         if self.phase is WorkerPhase.PULLING and server not in self._rows:
             return self._step(Pull, self.clock, part=self._part)
+        if self.phase is WorkerPhase.MEASURING and server not in self._norms:
+            rounds = len(self._measured[self.clock])
+            return self._step(Measure, self.clock, round=rounds, is_again=True)
         if self.phase is WorkerPhase.LEAVING and not view.has_left:
             return self._step(Leave, self.clock)
-        # One that has answered may have been killed since, and the others wait for it.
-        is_waiting = self.phase in {WorkerPhase.PULLING, WorkerPhase.PUSHING}
-        return hello if is_waiting and now >= view.sent_at + self.rules.retry else None
+        # One that has answered may have been killed since.  Then others wait for what it lacks of
+        # this worker, also while this one computes, and this one may wait for them: in a collective
+        # of that step.
+        return hello if now >= view.sent_at + self.rules.retry else None
+
+    def _lacking(self, view: ServerView) -> Message | None:
+        """Return what a server lacks of the measurements and pushes of this worker."""
+        if self.phase in {WorkerPhase.LOST, WorkerPhase.LEFT}:
+            return None
+        clock = max(view.clock, self._floor)
+        measured = len(self._measured.get(clock, ()))
+        here = view.rounds if clock == view.clock else 0
+        if here < measured:
+            return self._step(Measure, clock, round=here + 1)
+        if clock in self._kept:
+            is_commit = self._commits[clock]
+            return self._step(Push, clock, rounds=measured, is_commit=is_commit)
+        return None
 
     def _step(self, kind: type[_InStep], clock: int, **more: int) -> _InStep:
         return kind(
@@ -340,15 +424,26 @@ class WorkerState:
             if is_again and now < view.sent_at + self.rules.retry:
                 continue
             is_late = is_late or is_again
-            payload = self._kept[wanted.clock] if isinstance(wanted, Push) else None
-            payload = self._ask if isinstance(wanted, Pull) else payload
-            self._actions.append(SendMessage(ToPeer(server), wanted, payload))
             view.sent, view.sent_at = wanted, now
+            view.is_asked = is_again and isinstance(wanted, Push | Pull)
+            if view.is_asked:
+                wanted = WorkerHello(worker=self.worker, life=self.life, epoch=self.epoch)
+            self._actions.append(SendMessage(ToPeer(server), wanted, self._payload(wanted)))
         if (is_late or self._needs_head) and now >= self._head_due:
             kind = NeedRollback if self.phase is WorkerPhase.LOST else AskOwnership
             ask = kind(worker=self.worker, life=self.life, epoch=self.epoch)
             self._actions.append(SendMessage(ToHead(), ask))
             self._head_due = now + self.rules.retry
+
+    def _payload(self, wanted: Message) -> Payload:
+        match wanted:
+            case Push(clock=clock):
+                return self._kept[clock]
+            case Measure(clock=clock, round=number, is_again=False):
+                return self._measured[clock][number - 1]
+            case Pull():
+                return self._ask
+        return None
 
     @property
     def _needs_head(self) -> bool:
@@ -365,5 +460,6 @@ def _is_same(wanted: Message, sent: Message | None) -> bool:
     if type(wanted) is not type(sent):
         return False
     return all(
-        getattr(wanted, name, None) == getattr(sent, name, None) for name in ("clock", "part")
+        getattr(wanted, name, None) == getattr(sent, name, None)
+        for name in ("clock", "part", "round")
     )

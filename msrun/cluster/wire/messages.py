@@ -75,9 +75,10 @@ class Formation(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields
     def has_server_nodes(self) -> bool:
         """Whether each parameter server is a node of its own, in a cluster that began by hand.
 
-        Elsewhere servers are beside workers, and the number of nodes is fixed.
+        Elsewhere servers are beside workers.
         """
-        return self.servers > 0 and self.nnodes_min < self.nnodes_max
+        is_counted = self.world_size is not None
+        return self.servers > 0 and is_counted and self.nnodes_min < self.nnodes_max
 
 
 class Register(Body, frozen=True, tag=True, kw_only=True, forbid_unknown_fields=True):

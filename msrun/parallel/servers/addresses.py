@@ -77,7 +77,8 @@ class AddressBook:
         addresses: Server -> its address, as far as known.
         total: How many servers there are; those that are one too many count until they end.
         wanted: What the call returned last.
-        session: Session of the ranks when the store was first reached; None before.
+        session: The first session of the ranks that a store has named; empty where none has yet,
+            None before a store was reached.
     """
 
     def __init__(
@@ -97,7 +98,6 @@ class AddressBook:
         self._changed = changed
         self._own = own
         self._search = threading.Event()
-        self._looked = threading.Event()
         self._is_over = False
         self._announced = ""
         self.addresses: dict[int, Address] = {}
@@ -108,12 +108,6 @@ class AddressBook:
     def search(self) -> None:
         """Look for addresses now: a server is silent."""
         self._search.set()
-
-    def look(self, seconds: float) -> None:
-        """Look for addresses now, and wait for what is found, at most so long."""
-        self._looked.clear()
-        self._search.set()
-        self._looked.wait(seconds)
 
     def announce(self, session: str) -> None:
         """Have the store say which session the ranks are in, for servers that start again."""
@@ -148,28 +142,28 @@ class AddressBook:
         """Publish and read until the store breaks."""
         if self._own:
             self._publish(store, *self._own)
-        session = store.get(_SESSION).decode() if store.check([_SESSION]) else ""
-        announced, counted = "", None
+        session, announced, counted = "", "", None
         while not self._is_over:
             self._search.clear()
-            if self._own and not store.check([str(self._own[0])]):
-                self._publish(store, *self._own)
             if self._announced != announced:
                 announced = self._announced
                 store.set(_SESSION, announced)
             if self._own_total != counted and self._own_total is not None:
                 counted = self._own_total
                 store.set(_TOTAL, str(counted))
-            total = int(store.get(_TOTAL)) if store.check([_TOTAL]) else self.total
+            if self._own and not session:
+                session = _found(store, [_SESSION]).get(_SESSION, b"").decode()
+            total = int(_found(store, [_TOTAL]).get(_TOTAL, self.total))
             wanted = self._ask_wanted() if self._ask_wanted else None
-            found = {number: self._read(store, number) for number in range(total)}
-            known = {number: address for number, address in found.items() if address}
-            before = (self.addresses, self.total, self.wanted)
-            if (known, total, wanted) != before or self.session is None:
-                self.addresses, self.total, self.wanted = known, total, wanted
-                self.session = session if self.session is None else self.session
+            found = _found(store, list(map(str, range(total))))
+            if self._own and str(self._own[0]) not in found:
+                self._publish(store, *self._own)
+            known = {int(number): _address(said) for number, said in found.items()}
+            before = (self.addresses, self.total, self.wanted, self.session)
+            now = (known, total, wanted, self.session or session)
+            if now != before:
+                self.addresses, self.total, self.wanted, self.session = now
                 self._changed()
-            self._looked.set()
             is_quiet = len(known) == total and self._own is None
             rest = _LOOK_SECONDS if len(known) == total else _SEARCH_SECONDS
             self._search.wait(None if is_quiet else rest)
@@ -181,9 +175,14 @@ class AddressBook:
         host, port = address
         store.set(str(number), f"{port} {host}")
 
-    @staticmethod
-    def _read(store: Store, number: int) -> Address | None:
-        if not store.check([str(number)]):
-            return None
-        port, _, host = store.get(str(number)).decode().partition(" ")
-        return host, int(port)
+
+def _found(store: Store, keys: list[str]) -> dict[str, bytes]:
+    """Return what a store has of some keys, in two round trips where it has them all."""
+    if not store.check(keys):
+        keys = [key for key in keys if store.check([key])] if len(keys) > 1 else []
+    return dict(zip(keys, store.multi_get(keys), strict=True)) if keys else {}
+
+
+def _address(said: bytes) -> Address:
+    port, _, host = said.decode().partition(" ")
+    return host, int(port)

@@ -20,25 +20,26 @@ from torch import Tensor
 from msrun.cluster.servers.events import (
     Arrived,
     BeginAt,
+    DeliverNorms,
     DeliverRows,
     Finished,
     Reconnected,
     SendMessage,
     StepBegins,
     StepEnds,
+    StepMeasures,
     WorkerAction,
     WorkerEvent,
     WorkerLeft,
 )
-from msrun.cluster.servers.messages import AskOwnership, Pull, Push
-from msrun.cluster.servers.ownership import Ownership
+from msrun.cluster.servers.messages import AskOwnership, Measure, Pull, Push
 from msrun.cluster.servers.worker import WorkerPhase, WorkerState
 from msrun.cluster.tick import Tick
 from msrun.environ import ServersPlace
-from msrun.errors import MsrunError, ProtocolError
+from msrun.errors import MsrunError, ProtocolError, RanksDisagreeError
 from msrun.parallel.servers.addresses import AddressBook, read_key
-from msrun.parallel.servers.outgoing import OutgoingPush
-from msrun.parallel.servers.routing import places_by_server
+from msrun.parallel.servers.outgoing import Commit, OutgoingPush
+from msrun.parallel.servers.routing import divided_ask
 from msrun.parallel.servers.sharing import NearServers
 from msrun.parallel.servers.wire import (
     HEAD,
@@ -63,10 +64,15 @@ from msrun.transport.data_sockets import ConnectionPoll, DataConnection
 from msrun.transport.loop import Loop, new_context
 
 _GREET_SECONDS = 0.02
-_SEARCH_SECONDS = 0.1
+# A server without a connection for that long may have been killed since the store named it.
+_LATE_SECONDS = 0.2
+# Between two looks for a server that was killed: longer where more ranks look into one store.
+_SEARCH_SECONDS, _SEARCH_SECONDS_A_RANK = 0.02, 1e-4
 _WORRY_SECONDS = 10.0
 _SILENT_SECONDS = 600.0
 _LEAVE_SECONDS = 60.0
+# Where a script may ask for something.
+_READY = frozenset({WorkerPhase.IDLE, WorkerPhase.PULLING, WorkerPhase.COMPUTING})
 
 Owners = Mapping[str, list[int]]
 # Table and numbers of its slices -> what a server begins with.
@@ -123,17 +129,16 @@ class ServersClient:
         self._machine: WorkerState | None = None
         self._supply: Supply | None = None
         self._greeted: set[int] = set()
-        self._greet_due = 0.0
+        self._greet_due = self._late_at = 0.0
         self._has_way = False
         self._commands: deque[tuple[str, Any]] = deque()
         self._is_asked = False
-        self._answers: queue.SimpleQueue[PulledRows | MsrunError] = queue.SimpleQueue()
+        self._answers: queue.SimpleQueue[Any] = queue.SimpleQueue()
         self._split: tuple[object, int, dict[int, Any]] = (None, 0, {})
         self._broken: set[int] = set()
         self._heard: dict[int, float] = {}
-        self._has_begun = False
+        self._has_begun = self._is_over = False
         self._has_left = threading.Event()
-        self._is_over = False
         self.failure: MsrunError | None = None
         self._book = AddressBook(master, place.count, self._poll.wake)
         self._thread = threading.Thread(target=self._run, name="msrun-servers", daemon=True)
@@ -151,20 +156,31 @@ class ServersClient:
         """Return rows as they are now.
 
         Args:
-            ask: Table -> row numbers; these and the versions that a cache has; or a word for whole
-                slices.
+            ask: Table -> row numbers; these and the versions that a cache has; a mapping for the
+                state of rows; or a word for whole slices: see `server_session`.
 
         Raises:
             MsrunError: The servers cannot go on, or are silent for long.
         """
         self.ask(ask)
-        return self.answer()
+        found: PulledRows = self.answer()
+        return found
 
     def ask(self, ask: Mapping[str, Any]) -> None:
         """Ask as `pull` does, and return at once; `answer` has what comes."""
         self._command("pull", ask)
 
-    def push(self, gradients: OutgoingPush) -> None:
+    def measure(self, gradients: OutgoingPush) -> list[dict[str, float]]:
+        """Return of each server, by table, the `power_of` the sum of all ranks' gradients.
+
+        Raises:
+            MsrunError: As `pull`; or another rank does not measure in this step.
+        """
+        self._command("measure", gradients)
+        found: Any = self.answer()
+        return list(found)
+
+    def push(self, gradients: OutgoingPush | Commit) -> None:
         """Send the gradients of this step, and return at once; they must not change any more.
 
         Raises:
@@ -192,8 +208,8 @@ class ServersClient:
         self._commands.append((name, words))
         self._poll.wake()
 
-    def answer(self) -> PulledRows:
-        """Return the answer to the oldest `ask`.
+    def answer(self) -> Any:
+        """Return the answer to the oldest `ask`: `PulledRows`.
 
         Raises:
             MsrunError: As `pull`.
@@ -258,7 +274,7 @@ class ServersClient:
         if self._machine is None:
             return None
         if self._broken:
-            return Loop.now() + _SEARCH_SECONDS
+            return Loop.now() + _SEARCH_SECONDS + _SEARCH_SECONDS_A_RANK * self._place.ranks
         due = self._machine.deadline() if self._has_way else None
         if self._machine.ownership is None:
             due = min(self._greet_due, self._greet_due if due is None else due)
@@ -311,6 +327,7 @@ class ServersClient:
                 continue
             if payload is NOT_HERE or isinstance(word, Shared):
                 self._share(server)
+                self._feed(Reconnected(server))  # that message is lost
                 continue
             if plan is None or packet.session != plan.session:
                 continue
@@ -323,10 +340,13 @@ class ServersClient:
                 self._feed(Arrived(word, payload))  # type: ignore[arg-type]
 
     def _give(self, server: Actor, word: WantContents) -> None:
-        if self._supply:
-            supply = self._supply
+        if supply := self._supply:
             payload = {table: supply(table, pieces) for table, pieces in word.slices.items()}
             self._post(server, FirstContents(), payload)
+        elif self._has_begun:  # a server asks only as long as it never had any
+            text = f"parameter server {server[1]} started again without what it had on its disk"
+            hint = "ranks that start again (--max-restarts) go on from a checkpoint: rt.resume"
+            self._fail(MsrunError(text, hint=hint))
 
     def _obey(self) -> None:
         """Do what the script asks for, as far as the machine is ready for it."""
@@ -346,24 +366,23 @@ class ServersClient:
         self._machine = WorkerState(worker=self._rank, life=0, rules=plan.rules)
         self._has_begun = self._has_way = False
         self._greeted.clear()
-        self._greet_due = 0.0
+        self._greet_due, self._late_at = 0.0, Loop.now() + _LATE_SECONDS
 
     def _do(self, name: str, words: Any) -> bool:
         """Return whether a command could be done."""
         machine = self._machine
         if machine is None:
             return False
-        is_ready = machine.phase in {
-            WorkerPhase.IDLE,
-            WorkerPhase.PULLING,
-            WorkerPhase.COMPUTING,
-        }
+        is_ready = machine.phase in _READY
         match name:
             case "pull" if is_ready and not self._is_asked:
                 self._is_asked = True
                 self._feed(StepBegins(words))
             case "push" if machine.phase is WorkerPhase.COMPUTING and not self._is_asked:
-                self._feed(StepEnds(words))
+                self._feed(StepEnds(words, is_commit=isinstance(words, Commit)))
+            case "measure" if machine.phase is WorkerPhase.COMPUTING and not self._is_asked:
+                self._is_asked = True
+                self._feed(StepMeasures(words))
             case "leave" if is_ready and not self._is_asked:
                 self._feed(Finished())
             case _:
@@ -387,6 +406,9 @@ class ServersClient:
                 self._greeted.add(server)
         if not self._greeted >= everyone:
             self._greet_due = now + _GREET_SECONDS
+            if now >= self._late_at:
+                self._late_at = now + _LATE_SECONDS
+                self._book.search()
         else:  # again, until there is an ownership
             self._greeted.clear()
             self._greet_due = now + plan.rules.retry
@@ -396,19 +418,20 @@ class ServersClient:
         machine = self._machine
         if machine is None or not self._has_way:
             return
-        events = deque([event])
+        events, before = deque([event]), (machine.phase, self._is_asked)
         while events:
             for action in machine.handle(events.popleft(), now=Loop.now()):
                 self._act(machine, action)
             if machine.phase is WorkerPhase.IDLE and not self._commands:
                 events.append(StepBegins({}))
-        if self._commands:
+        # Else a command that has to wait would keep this thread awake.
+        if self._commands and (machine.phase, self._is_asked) != before:
             self._poll.wake()
 
     def _act(self, machine: WorkerState, action: WorkerAction) -> None:
         match action:
             case SendMessage(to=to, message=message, payload=payload):
-                if isinstance(message, Pull | Push):
+                if isinstance(message, Pull | Push | Measure) and payload is not None:
                     payload = self._part(machine, payload, actor_of(to)[1])
                 self._post(actor_of(to), message, payload)  # type: ignore[arg-type]
                 if isinstance(message, AskOwnership):  # something was silent
@@ -417,6 +440,9 @@ class ServersClient:
                 if self._is_asked and machine.ownership:
                     self._is_asked = False
                     self._answers.put(PulledRows(machine.ownership.owners, rows))
+            case DeliverNorms(norms=norms, absent=absent):
+                self._is_asked = False
+                self._answers.put(self._disagreement(absent[0]) if absent else list(norms.values()))
             case BeginAt():
                 if self._has_begun:
                     self._fail(MsrunError("the parameter servers went back to earlier steps"))
@@ -424,16 +450,23 @@ class ServersClient:
             case WorkerLeft():
                 self._has_left.set()
 
+    def _disagreement(self, other: int) -> MsrunError:
+        return RanksDisagreeError(
+            f"parallel.servers: rank {self._rank} takes a norm of gradients, and rank {other} has "
+            "done this step without it",
+            hint="all ranks take it together: clip on every rank, or on none",
+        )
+
     def _part(self, machine: WorkerState, payload: Any, server: int) -> Any:
         """Return what of a pull or a push is for one server."""
         ownership = machine.ownership
         if ownership is None:
             return {}
-        if isinstance(payload, OutgoingPush):
+        if isinstance(payload, OutgoingPush | Commit):
             return payload.part(server, ownership)
         known, epoch, parts = self._split
         if known is not payload or epoch != machine.epoch:
-            parts = _divided_ask(payload, ownership)
+            parts = divided_ask(payload, ownership.owners)
             self._split = (payload, machine.epoch, parts)
         return parts.get(server, {})
 
@@ -446,20 +479,3 @@ class ServersClient:
             self._book.search()
             return False
         return connection.send(encode(packet, payload, self._near.region_for(number)))
-
-
-def _divided_ask(ask: Mapping[str, Any], ownership: Ownership) -> dict[int, dict[str, Any]]:
-    owners = ownership.owners
-    parts: dict[int, dict[str, Any]] = {}
-    for table, ids in ask.items():
-        if isinstance(ids, Tensor):
-            for server, places in places_by_server(ids, owners[table]).items():
-                parts.setdefault(server, {})[table] = ids[places]
-        elif isinstance(ids, list):
-            for server, places in places_by_server(ids[0], owners[table]).items():
-                if len(places):
-                    parts.setdefault(server, {})[table] = [each[places] for each in ids]
-        else:
-            for server in set(owners[table]):
-                parts.setdefault(server, {})[table] = ids
-    return parts

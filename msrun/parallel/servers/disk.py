@@ -77,19 +77,27 @@ class ServerDisk:
     def count_start(self) -> int:
         """Return how many times this was called before."""
         path = self._folder / "starts"
-        with contextlib.suppress(FileNotFoundError):
+        life = 0
+        with contextlib.suppress(FileNotFoundError, ValueError):
             life = int(path.read_text())
-            _write(path, [str(life + 1).encode()])
-            return life
-        _write(path, [b"1"])
-        return 0
+        # A session ends with its machine, so only kills of processes count, and nothing is synced:
+        # on a busy disk that takes longer than all else at the start of a server.
+        _write(path, [str(life + 1).encode()], is_synced=False)
+        return life
 
     def plan(self) -> SessionPlan | None:
         """Return the session that was written last."""
         return self._read("plan", SessionPlan)
 
     def write_plan(self, plan: SessionPlan) -> None:
-        """Begin a session: whatever is left of another goes."""
+        """Begin a session: whatever is left of another goes.
+
+        One that is here goes on: a server that was killed may hear of it from the coordinator
+        before it has read the store.
+        """
+        here = self.plan()
+        if here is not None and here.session == plan.session:
+            return
         with contextlib.suppress(FileNotFoundError):
             (self._folder / "plan").unlink()
         with contextlib.suppress(FileNotFoundError):
@@ -163,15 +171,18 @@ def _chunks(head: bytes, buffers: Iterable[Buffer]) -> Iterable[Buffer]:
         end += -end % _ALIGNED + len(buffer)
 
 
-def _write(path: Path, chunks: Iterable[Buffer]) -> None:
+def _write(path: Path, chunks: Iterable[Buffer], *, is_synced: bool = True) -> None:
     """Replace a file, or nothing."""
     new = path.with_name(f"{path.name}.new")
     with new.open("wb") as file:
         for chunk in chunks:
             file.write(chunk)
         file.flush()
-        os.fsync(file.fileno())
+        if is_synced:
+            os.fsync(file.fileno())
     new.replace(path)
+    if not is_synced:
+        return
     folder = os.open(path.parent, os.O_RDONLY | os.O_DIRECTORY)
     try:
         os.fsync(folder)

@@ -86,8 +86,8 @@ class Head:
 
     def go_on(self, session: str, now: float) -> None:
         """Go on with the session on disk, if it is this one."""
-        plan = self._disk.plan()
-        if plan is not None and plan.session == session and self._plan is None:
+        plan = self._disk.plan() if self._plan is None else None
+        if plan is not None and plan.session == session:
             self._start(plan, now)
 
     def deadline(self) -> float | None:

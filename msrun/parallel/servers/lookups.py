@@ -14,9 +14,8 @@ from torch.nn import functional
 class Remotes(Protocol):
     """Has the rows of tables; `remote` does."""
 
-    @property
-    def is_here(self) -> bool:
-        """Whether the rank has the whole parameters now."""
+    def has(self, remote: Any, /) -> bool:
+        """Return whether the rank has the whole of a table now."""
 
     def rows(self, remote: Any, ids: Tensor, /) -> Tensor:
         """Return rows of a table by their numbers, distinct and ascending."""
@@ -71,7 +70,7 @@ def _module(place: _Place) -> Any:
 def look_up(place: _Place, input: Tensor) -> Tensor:  # noqa: A002 - as torch calls it
     """Stand for `nn.Embedding.forward`."""
     (remotes, remote, _), module = place, _module(place)
-    if remotes.is_here:
+    if remotes.has(remote):
         return nn.Embedding.forward(module, input)
     ids, where = distinct(input)
     rows = remotes.rows(remote, ids)
@@ -86,7 +85,7 @@ def look_up_bags(
 ) -> Tensor:
     """Stand for `nn.EmbeddingBag.forward`."""
     (remotes, remote, _), module = place, _module(place)
-    if remotes.is_here:
+    if remotes.has(remote):
         return nn.EmbeddingBag.forward(module, input, offsets, per_sample_weights)
     ids, where = distinct(input)
     rows = remotes.rows(remote, ids)

@@ -7,6 +7,7 @@ until all servers have them on disk, and so long no part of them changes.
 from __future__ import annotations
 
 from collections.abc import Mapping
+from dataclasses import dataclass
 from typing import Any, Protocol
 
 import torch
@@ -35,6 +36,7 @@ class OutgoingPush:
         gradients: Parameter -> gradients of some rows, or of each of its slices.
         options: Parameter -> the options of its group.
         empty: Makes tensors.
+        order: Of the norms that are asked for; None is for a step.
     """
 
     def __init__(
@@ -42,7 +44,10 @@ class OutgoingPush:
         gradients: dict[str, RowGradients | dict[int, Tensor]],
         options: Mapping[str, Any],
         empty: Empty,
+        *,
+        order: float | None = None,
     ) -> None:
+        self._order = order
         self._gradients = gradients
         self._options = options
         self._empty = empty
@@ -52,7 +57,10 @@ class OutgoingPush:
         """Return what is for one server: of its slices, and of those it has copies of."""
         if self._divided[0] != ownership.epoch:
             self._divided = (ownership.epoch, self._divide(ownership))
-        return {"gradients": self._divided[1].get(server, {}), "options": self._options}
+        gradients = self._divided[1].get(server, {})
+        if self._order is not None:
+            return {"gradients": gradients, "order": self._order}
+        return {"gradients": gradients, "options": self._options}
 
     def _divide(self, ownership: Ownership) -> dict[int, dict[str, Any]]:
         parts: dict[int, dict[str, Any]] = {}
@@ -78,6 +86,23 @@ class OutgoingPush:
         values = self._empty((len(places), *rows.values.shape[1:]), rows.values.dtype)
         torch.index_select(rows.values, 0, places, out=values)
         return RowGradients(ids=rows.ids[places], values=values, is_sparse=rows.is_sparse)
+
+
+@dataclass(frozen=True, slots=True)
+class Commit:
+    """A step whose gradients servers have measured.
+
+    Args:
+        options: Parameter -> the options of its group.
+        factors: Parameter -> by what its gradient is multiplied; 1 where it has no entry.
+    """
+
+    options: Mapping[str, Any]
+    factors: Mapping[str, float]
+
+    def part(self, _server: int, _ownership: Ownership) -> dict[str, Any]:
+        """Return what is for one server."""
+        return {"options": self.options, "factors": self.factors}
 
 
 def outgoing(

@@ -2,7 +2,14 @@
 
 One loop does everything: it receives, steps, answers and writes snapshots, straight from the live
 tensors, so that a server needs no second copy of what it holds.  Server 0 has the coordinator
-beside itself.  The machines send again whatever is lost, so this file sends and forgets.
+beside itself.  The machines send again whatever is lost, but only after a second or more.  So that
+no server waits for that after a kill, this file loses little:
+
+- *An answer goes back along the connection by which its question came.*  So whoever asks a server
+  that knows only an old address of it is answered at once.
+- *What was sent to a server before its connection is up is sent when it is* (`_held`): without a
+  payload, and not much of it.
+- *What comes before this process knows its session waits until then* (`_early`).
 
 A *session* is what servers do for one life of the job's ranks.  Ranks that start again begin a new
 one, with the contents of a checkpoint or the model's first weights.  A server that starts again
@@ -60,7 +67,8 @@ from msrun.transport.data_sockets import DataConnection, DataListener
 from msrun.transport.loop import Loop, new_context
 from msrun.transport.sockets import listen
 
-_MEET_SECONDS = 0.3
+# Messages that wait for a connection to one server; more of them are dropped.
+_HELD_MAX = 32
 
 
 class ServerProcess:
@@ -91,7 +99,12 @@ class ServerProcess:
             self._listener.gate.serve(loop)
         self._near = NearRanks()
         self._routes: dict[Actor, bytes] = {}
+        # Server -> the route to it along the connection that it has made.
+        self._ways: dict[int, bytes] = {}
         self._connections: dict[int, DataConnection] = {}
+        self._held: dict[int, deque[Packet]] = {}
+        # What came before the session was known: the latest of each sender.
+        self._early: dict[tuple[Actor, Actor], tuple[Packet, Any]] = {}
         self._session: ServerSession | None = None
         self._head: Head | None = None
         wanted = None
@@ -134,19 +147,19 @@ class ServerProcess:
         session = self._book.session
         if self._head:
             self._head.known = tuple(self._book.addresses)
-        if self._is_known or session is None:
-            self._scale()
-            return
-        # The ranks are in this session since before this process: it has started again.
-        self._is_known = True
-        if not session or self._session is not None:
-            return
-        self._meet()
-        plan = self._disk.plan()
-        if plan is not None and plan.session == session:
-            self._begin(plan)
-        if self._head:
+        for server in list(self._held):
+            self._connection(server)
+        # The ranks may be in this session since before this process: then it has started again.
+        if session and self._session is None:
+            plan = self._disk.plan()
+            if plan is not None and plan.session == session:
+                self._begin(plan)
+        if session and self._head:
             self._head.go_on(session, self._loop.now())
+        if session is not None and not self._is_known:
+            self._is_known = True
+            early, self._early = self._early, {}
+            self._inbox.extend(early.values())
         self._scale()
 
     def _scale(self) -> None:
@@ -154,24 +167,6 @@ class ServerProcess:
         if self._head and self._book.wanted:
             self._head.scale(self._book.wanted, self._loop.now())
         self._settle()
-
-    def _meet(self) -> None:
-        """Connect to all other servers, so that the first words to them are not lost."""
-        others = set(self._book.addresses) - {self._place.server}
-        connections = [self._connection(server) for server in others]
-        until = self._loop.now() + _MEET_SECONDS
-        for connection in connections:
-            if connection:
-                connection.wait_up(max(0, int((until - self._loop.now()) * 1000)))
-
-    def _meet_again(self, server: int) -> None:
-        """Connect to a server that has started again, so that what answers it is not lost.
-
-        It has published its address before it said anything.
-        """
-        self._book.look(_MEET_SECONDS)
-        if connection := self._connection(server):
-            connection.wait_up(int(_MEET_SECONDS * 1000))
 
     def _deadline(self) -> float | None:
         dues = [self._session.deadline() if self._session else None]
@@ -200,28 +195,39 @@ class ServerProcess:
         if self._session:
             self._session.tidy()
         for route, parts in self._listener.receive():
-            try:
-                packet, payload = decode(parts, self._near.regions)
-            except ProtocolError:
-                continue
-            if packet.sender[0] == SERVER and route != self._routes.get(packet.sender):
-                self._meet_again(packet.sender[1])
-            self._routes[packet.sender] = route
-            if payload is NOT_HERE:
-                self._send(packet.sender, Shared(token=""))
-            elif isinstance(packet.word, Share | CanRead):
-                if answer := self._near.hear(packet.sender, route, packet.word):
-                    self._send(packet.sender, answer)
-            else:
-                self._deliver(packet, payload)
+            self._take(route, parts)
         self._settle()
+
+    def _receive_answers(self, connection: DataConnection) -> None:
+        for parts in connection.receive():
+            self._take(b"", parts)
+        self._settle()
+
+    def _take(self, route: bytes, parts: list[memoryview]) -> None:
+        """Take a message, which came along `route` or as an answer."""
+        try:
+            packet, payload = decode(parts, self._near.regions)
+        except ProtocolError:
+            return
+        if route and packet.sender[0] == RANK:
+            self._routes[packet.sender] = route
+        elif route:
+            self._ways[_server_of(packet.sender)] = route
+        if payload is NOT_HERE:
+            self._send(packet.sender, Shared(token=""))
+        elif isinstance(packet.word, Share | CanRead):
+            if answer := self._near.hear(packet.sender, route, packet.word):
+                self._send(packet.sender, answer)
+        else:
+            self._deliver(packet, payload)
 
     def _deliver(self, packet: Packet, payload: Any) -> None:
         now = self._loop.now()
+        if not self._is_known and not isinstance(packet.word, Setup | Begin | Released):
+            self._early[packet.sender, packet.target] = packet, payload
+            return
         if packet.target[0] == HEAD:
             if self._head:
-                if isinstance(packet.word, Setup):
-                    self._meet()
                 self._head.receive(packet, now)
             return
         # A port may have been another server's, which its peers still look for there.
@@ -250,6 +256,8 @@ class ServerProcess:
 
     def _begin(self, plan: SessionPlan) -> None:
         self._near.end_session()
+        if self._session:
+            self._session.end()
         self._session = ServerSession(
             self._place.server, self._life, plan, self._disk, near=self._near, send=self._send
         )
@@ -272,13 +280,19 @@ class ServerProcess:
                 region = self._near.region_for(packet.target, route)
                 self._listener.send(route, encode(packet, payload, region))
             return
-        number = 0 if kind == HEAD else number
+        number = _server_of(packet.target)
         if number == self._place.server:  # nothing on the way to oneself is lost
             self._inbox.append((packet, payload))
-        elif connection := self._connection(number):
-            connection.send(encode(packet, payload))
-        else:
+            return
+        parts = encode(packet, payload)
+        way = self._ways.get(number)
+        if way and self._listener.send(way, parts):
+            return
+        connection = self._connection(number)
+        if connection is None or not connection.send(parts):
             self._book.search()
+            if payload is None:
+                self._held.setdefault(number, deque(maxlen=_HELD_MAX)).append(packet)
 
     def _connection(self, server: int) -> DataConnection | None:
         address = self._book.addresses.get(server)
@@ -286,10 +300,25 @@ class ServerProcess:
         if address is None or (known and known.address == address):
             return known
         if known:
+            self._loop.forget(known.socket)
+            self._loop.forget(known.monitor)
             known.close()
         made = DataConnection(self._context, address, self._secret, self._peers)
         self._connections[server] = made
+        self._loop.watch(made.socket, partial(self._receive_answers, made))
+        self._loop.watch(made.monitor, partial(self._on_change, server, made))
         return made
+
+    def _on_change(self, server: int, connection: DataConnection) -> None:
+        """Send what waits for a connection that is up now."""
+        if connection.changed() and connection.is_up:
+            for packet in self._held.pop(server, ()):
+                connection.send(encode(packet, None))
+
+
+def _server_of(actor: Actor) -> int:
+    """Return which server an actor is, or is beside."""
+    return 0 if actor[0] == HEAD else actor[1]
 
 
 def main() -> int:

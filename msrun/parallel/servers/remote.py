@@ -31,161 +31,31 @@ from torch.optim.optimizer import (
 
 from msrun import environ
 from msrun.cluster.servers.events import Rules
-from msrun.cluster.servers.ownership import Table
-from msrun.errors import ConfigError, ModelError, UsageError
-from msrun.parallel.config import DATA_AXIS, ROOT, ParallelConfig
-from msrun.parallel.layout import MeshLayout
-from msrun.parallel.match import matching
+from msrun.errors import CheckpointError, ConfigError, ModelError, UsageError
+from msrun.parallel.config import DATA_AXIS, ParallelConfig
 from msrun.parallel.rank_context import RankContext
 from msrun.parallel.servers.caching.cached_tables import CachedTables
 from msrun.parallel.servers.client import PulledRows, ServersClient
-from msrun.parallel.servers.contents import cut_state, joined, slices_for
+from msrun.parallel.servers.contents import cut_state, joined
+from msrun.parallel.servers.first_rows.meta_tables import without_memory
+from msrun.parallel.servers.first_rows.sources import TableSource
+from msrun.parallel.servers.first_rows.stored import completed
+from msrun.parallel.servers.gradients.remote_gradients import RemoteGradients, Terms
 from msrun.parallel.servers.lookups import RowsOf, look_up, look_up_bags
-from msrun.parallel.servers.outgoing import OutgoingPush, outgoing
+from msrun.parallel.servers.parameters.chosen import KEY
+from msrun.parallel.servers.parameters.marks import names_on_servers
+from msrun.parallel.servers.parameters.remote_parameter import RemoteParameter, remote_parameters
 from msrun.parallel.servers.recipe import options_of, recipe_of, try_recipe
 from msrun.parallel.servers.routing import places_by_server
-from msrun.parallel.servers.rows import RowGradients
 from msrun.parallel.servers.wire import SessionPlan
-from msrun.parallel.settings.servers import ServerParameters
 from msrun.transport.data_sockets import FRAME_BYTES_MAX
 
-KEY = f"{ROOT}.servers"
 # What to ask for of whole parameters: see `server_session`.
 WHOLE = "whole"
 STATE = "state"
 LENT = "lent"
 # Bytes a second that a slow network moves: what takes longer is not asked for again.
 _SLOW = 200e6
-
-
-def find(
-    config: ParallelConfig, layout: MeshLayout, model: nn.Module, planned: Collection[str]
-) -> set[str]:
-    """Return the names of the parameters of `model` that live on servers.
-
-    Args:
-        config: The configuration.
-        layout: The mesh.
-        model: The model, before the first change.
-        planned: Modules that the operator plan divides.
-
-    Raises:
-        ConfigError: They cannot.
-    """
-    if config.servers is None:
-        return set()
-    _check_number(config.servers)
-    axes = [axis for axis, size in layout.axes.items() if size > 1 and axis != DATA_AXIS]
-    if axes:
-        text = f"{KEY}: works with the axis {DATA_AXIS} alone, and the mesh has {axes[0]}"
-        raise ConfigError(text)
-    named = dict(model.named_parameters())
-    found = matching(config.servers.params, list(named), "servers.params")
-    twice = found & matching(config.reduce.exclude, list(named), "reduce.exclude")
-    for name in sorted(twice):
-        raise ConfigError(f"{KEY}: {name} is also in {ROOT}.reduce.exclude")
-    for name in sorted(found):
-        if name.rpartition(".")[0] in planned:
-            raise ConfigError(f"{KEY}: {name} is also in {ROOT}.plan")
-        if not named[name].requires_grad:
-            text = f"{KEY}: {name} is frozen, and servers hold what is trained"
-            raise ConfigError(text, hint="keep it out of the patterns")
-        if named[name].is_meta:
-            raise ConfigError(f"{KEY}: {name} has no values yet, as rt.init_on_meta left it")
-        if not named[name].is_floating_point():
-            raise ConfigError(
-                f"{KEY}: {name} is {named[name].dtype}, and servers take real numbers"
-            )
-    return found
-
-
-def _check_number(servers: ServerParameters) -> None:
-    """Refuse a job without servers, or with too few of them.
-
-    Raises:
-        ConfigError: It is such a job.
-    """
-    count = environ.servers_place(environ.current()).count
-    if not count:
-        text = f"{KEY}: this job has no servers"
-        raise ConfigError(text, hint="start it with msrun --server-num N")
-    if servers.replicas and count == 1:
-        text = f"{KEY}.replicas: 1 needs another server, and this job has one"
-        raise ConfigError(text, hint="start it with msrun --server-num 2")
-
-
-class RemoteParameter:
-    """One parameter that lives on servers.
-
-    Args:
-        name: Its first name in the model.
-        parameter: It.
-        lookups: The modules that look it up, where nothing else uses it; else none.
-    """
-
-    def __init__(
-        self, name: str, parameter: Parameter, lookups: list[nn.Embedding | nn.EmbeddingBag]
-    ) -> None:
-        self.name = name
-        self.parameter = parameter
-        self.is_table = bool(lookups)
-        self.is_sparse = bool(lookups) and all(module.sparse for module in lookups)
-        self.device, self.dtype, self.shape = parameter.device, parameter.dtype, parameter.shape
-        rows = self.shape[0] if parameter.dim() else 1
-        self.row_bytes = parameter.nbytes // max(rows, 1)
-        if self.row_bytes > FRAME_BYTES_MAX or rows < 1:
-            text = f"{KEY}: {name} of shape {tuple(self.shape)} has no row that fits a message"
-            raise ConfigError(text, hint=f"a row has at most {FRAME_BYTES_MAX} bytes")
-        # A copy travels whole: with few slices it is copied least on the way.
-        servers = environ.servers_place(environ.current()).count
-        sizes = (rows, self.row_bytes)
-        slices = slices_for(*sizes) if self.is_table else slices_for(*sizes, servers)
-        self.table = Table(name=name, rows=rows, row_bytes=self.row_bytes, slices=slices)
-
-    def release(self) -> None:
-        """Give up the memory of a table."""
-        if self.is_table:
-            nothing = torch.full((), torch.nan, dtype=self.dtype, device=self.device)
-            self.parameter.data = nothing.expand(self.shape)
-
-    def renew(self, slices: Mapping[int, Tensor]) -> None:
-        """Have the values of these slices, in the memory that is there."""
-        here = self.parameter.data
-        rows = here if here.dim() else here.view(1)
-        for index, piece in slices.items():
-            rows[index :: self.table.slices].copy_(piece)
-
-    def fill(self, whole: Tensor) -> None:
-        """Have these values, in the memory that is there."""
-        whole = whole.reshape(self.shape)
-        if self.is_table:
-            self.parameter.data = whole.to(self.device)
-        else:
-            self.parameter.data.copy_(whole)
-
-
-def _remote_parameters(model: nn.Module, names: set[str]) -> list[RemoteParameter]:
-    users: dict[Parameter, list[tuple[nn.Module, str]]] = {}
-    for module in model.modules():
-        for attribute, parameter in module.named_parameters(recurse=False):
-            users.setdefault(parameter, []).append((module, attribute))
-    found = []
-    for name, parameter in model.named_parameters():
-        if name in names:
-            owners = users[parameter]
-            lookups: list[Any] = [
-                module
-                for module, attribute in owners
-                if type(module) in {nn.Embedding, nn.EmbeddingBag} and attribute == "weight"
-            ]
-            only = lookups if len(lookups) == len(owners) else []
-            found.append(RemoteParameter(name, parameter, only))
-            for module in only:
-                if module.max_norm is not None or module.scale_grad_by_freq:
-                    option = "max_norm" if module.max_norm is not None else "scale_grad_by_freq"
-                    text = f"{KEY}: {name} has {option}, which needs the whole table"
-                    raise ConfigError(text)
-    return found
 
 
 class RemoteParameters:
@@ -206,29 +76,59 @@ class RemoteParameters:
         self._config, self._settings = config, config.servers
         self._context = context
         self._generation = generation
-        names = matching(self._settings.params, [n for n, _ in model.named_parameters()], KEY)
-        self._all = _remote_parameters(model, names)
+        self._all = remote_parameters(model, names_on_servers(config, model))
         self._by_parameter = {each.parameter: each for each in self._all}
         self._cached = self._caches()
+        self._gradients = RemoteGradients(self._all, self._terms(), self._servers)
         self._optimizer: weakref.ref[torch.optim.Optimizer] | None = None
         self._client: ServersClient | None = None
         self._sessions = 0
         self._is_whole = True
+        # Tables that this rank has not, while it has all others -> what servers make them of.
+        self._absent: dict[str, TableSource | None]
+        self._absent = {each.name: each.source for each in self._all if each.source}
         self._is_closed = False
         if context.world_size > 1:
-            for each in self._all:
+            for each in self._here():
                 dist.broadcast(each.parameter.data, src=0)
         for module in model.modules():
             remote = self._by_parameter.get(getattr(module, "weight", None))  # type: ignore[arg-type]
             if remote is not None and remote.is_table:
                 replaced = look_up_bags if isinstance(module, nn.EmbeddingBag) else look_up
                 module.forward = partial(replaced, (self, remote, weakref.ref(module)))
+        self._gradients.watch(model)
         model.register_state_dict_post_hook(partial(self._complete))
         model.register_load_state_dict_pre_hook(partial(self._refuse_load))
         self._handles = [
             register_optimizer_step_pre_hook(self._before_step),
             register_optimizer_step_post_hook(self._after_step),
         ]
+
+    def _here(self) -> list[RemoteParameter]:
+        """Return the parameters whose values a rank has."""
+        return [each for each in self._all if each.name not in self._absent]
+
+    def _terms(self) -> Terms:
+        """Return how gradients are added.  Ranks of a plan's axes have the same, and one counts."""
+        context, is_sync = self._context, not self._settings.staleness
+        # In async training each gradient is a step of its own.
+        is_mean = self._config.reduce.op == "mean" and is_sync
+        others = {a: n for a, n in context.coordinate.items() if a != DATA_AXIS}
+        return Terms(
+            scale=1 / context.layout.size(DATA_AXIS) if is_mean else 1.0,
+            is_pushed=not any(others.values()),
+            is_alone=context.world_size == 1,
+            is_sync=is_sync,
+        )
+
+    def complete_gradients(self) -> None:
+        """Give every parameter a gradient, after the backward passes of a step."""
+        self._gradients.complete()
+
+    @property
+    def parameters(self) -> Collection[Parameter]:
+        """Those that live on servers."""
+        return self._by_parameter.keys()
 
     def _caches(self) -> CachedTables | None:
         cache, tables = self._settings.cache, [each for each in self._all if each.is_table]
@@ -310,11 +210,16 @@ class RemoteParameters:
             ),
             workers=ranks,
             directory=settings.snapshot.dir or "",
-            suppliers={each.name: index % ranks for index, each in enumerate(self._all)},
+            suppliers={each.name: index % ranks for index, each in enumerate(self._here())},
+            sources={
+                each.name: completed(source, optimizer.state.get(each.parameter, {}))
+                for each in self._all
+                if (source := self._absent.get(each.name))
+            },
         )
         values = {
             each.name: (each.parameter.detach().cpu(), optimizer.state.get(each.parameter, {}))
-            for each in self._all
+            for each in self._here()
         }
 
         def supply(table: str, pieces: list[int]) -> dict[int, list[Any]]:
@@ -334,7 +239,7 @@ class RemoteParameters:
         for each in self._all:
             each.release()
             optimizer.state.pop(each.parameter, None)
-        self._is_whole = False
+        self._is_whole, self._absent = False, {}
 
     # Steps.
 
@@ -350,27 +255,32 @@ class RemoteParameters:
             hint="pass it to rt.optimizer before the first step",
         )
 
-    def _before_step(self, optimizer: torch.optim.Optimizer, *_: object) -> None:
+    def _before_step(
+        self, optimizer: torch.optim.Optimizer, args: tuple[Any, ...], kwargs: dict[str, Any]
+    ) -> tuple[tuple[Any, ...], dict[str, Any]] | None:
+        """Push the gradients; return other arguments of the step where it has a closure."""
         if self._is_closed or not self._is_mine(optimizer):
-            return
-        # In async training each gradient is a step of its own.
-        is_mean = self._config.reduce.op == "mean" and self._settings.staleness == 0
-        scale = 1 / self._context.layout.size(DATA_AXIS) if is_mean else 1.0
-        client = self._servers()
-        gradients: dict[str, RowGradients | dict[int, Tensor]] = {}
+            return None
+        own, closure = args[:1], kwargs.get("closure", (*args[1:], None)[0])
+        if closure is None:
+            self._push(optimizer)
+            return None
+        with torch.enable_grad():
+            loss = closure()  # servers need its gradients before the step
+        self._push(optimizer)
+        return own, {"closure": lambda: loss}
+
+    def _push(self, optimizer: torch.optim.Optimizer) -> None:
         options: dict[str, Any] = {}
         for group in optimizer.param_groups:
-            of_group: dict[str, Any] | None = None
-            for parameter in group["params"]:
-                each = self._by_parameter.get(parameter)
-                if each is None:
-                    continue
-                of_group = of_group or options_of(group)
-                options[each.name] = of_group
-                gradient, parameter.grad = parameter.grad, None
-                if gradient is not None:
-                    gradients[each.name] = outgoing(each, gradient, scale, client.empty)
-        client.push(OutgoingPush(dict(gradients), options, client.empty))
+            held = [self._by_parameter.get(parameter) for parameter in group["params"]]
+            of_group = options_of(group) if any(held) else None
+            options |= {each.name: of_group for each in held if each}
+        if missing := self._names.values() - options.keys():
+            text = f"no group of {type(optimizer).__name__} holds {min(missing)} any more"
+            raise ModelError(f"{KEY}: {text}", hint="freeze nothing that servers have")
+        push, gradients = self._gradients.take(options)
+        self._servers().push(push)
         if self._cached:
             self._cached.step(gradients, options)
 
@@ -400,38 +310,57 @@ class RemoteParameters:
         found: Tensor = RowsOf.apply(weight, rows.to(remote.device), ids)  # type: ignore[no-untyped-call, unused-ignore]
         return found
 
-    @property
-    def is_here(self) -> bool:
-        """Whether the rank has the whole parameters now."""
+    def has(self, remote: RemoteParameter) -> bool:
+        """Return whether the rank has the whole of a table now.
+
+        Raises:
+            ModelError: Nobody has it.
+        """
+        if self._is_whole and remote.name in self._absent:
+            self._check_made()
         return self._is_whole
+
+    def _check_made(self) -> None:
+        if self._is_whole and self._absent and self._optimizer is None:
+            raise ModelError(
+                f"{KEY}: {min(self._absent)} has no values on the device meta",
+                hint="rt.optimizer has servers make it",
+            )
 
     # Whole parameters.
 
     @contextlib.contextmanager
-    def whole(self, *, is_replaced: bool) -> Iterator[None]:
+    def whole(self, *, is_replaced: bool, is_streamed: bool = False) -> Iterator[None]:
         """Have all parameters and their optimizer state on this rank inside the block.
 
         Args:
             is_replaced: Whether servers get what is there at its end; then all ranks together.
+            is_streamed: Whether tables that no rank has stay away: see `streamed`.
         """
+        self._check_made()
         if self._is_whole:
             yield
             return
-        self._take_all()
+        self._take_all(is_streamed=is_streamed)
         try:
             yield
         except BaseException:
             self._release()
             raise
-        if is_replaced:
+        # Where a checkpoint had none of those that stayed away, it had another model.
+        if is_replaced and all(self._absent.values()):
             self._begin()
         else:
             self._release()
 
-    def _take_all(self) -> None:
+    def _take_all(self, *, is_streamed: bool) -> None:
         optimizer = self._own_optimizer()
-        pulled = self._servers().pull({each.name: STATE for each in self._all})
-        for each in self._all:
+        away = [each for each in self._all if each.source and is_streamed]
+        self._absent = {each.name: None for each in away}
+        for each in away:
+            optimizer.state[each.parameter] = self._forms(each)
+        pulled = self._servers().pull({each.name: STATE for each in self._here()})
+        for each in self._here():
             slices = pulled.slices(each.name)
             count = each.table.slices
             rows = {index: piece[0] for index, piece in slices.items()}
@@ -447,10 +376,51 @@ class RemoteParameters:
                 optimizer.state[each.parameter] = state
         self._is_whole = True
 
+    def _forms(self, each: RemoteParameter) -> dict[str, Any]:
+        """Return the optimizer's state of a table, with tensors without memory for that of rows."""
+        first = {"ids": torch.tensor([0]), "state": ""}
+        [(of_rows, of_all)] = self._servers().pull({each.name: first}).rows(each.name).values()
+        forms: dict[str, Any] = {
+            key: without_memory(each.shape, rows.dtype, each.device)
+            for key, rows in of_rows.items()
+        }
+        return {**forms, **of_all}
+
+    # Tables that no rank has, in checkpoints.
+
+    @property
+    def streamed(self) -> list[RemoteParameter]:
+        """Tables that stay on servers inside of `whole` where it is streamed."""
+        return [each for each in self._all if each.name in self._absent]
+
+    def fetch(self, each: RemoteParameter, key: str, begin: int, end: int) -> Tensor:
+        """Return rows of a table, or with a key the optimizer's state of them."""
+        ids = torch.arange(begin, end)
+        ask: Any = {"ids": ids, "state": key} if key else ids
+        return _placed(ids, self._servers().pull({each.name: ask}), each)
+
+    def refuse_rows_alone(self, each: RemoteParameter) -> None:
+        """Refuse to load a table without the optimizer's state of it, where servers have some.
+
+        Raises:
+            CheckpointError: They have.
+        """
+        if self._own_optimizer().state.get(each.parameter):
+            raise CheckpointError(
+                f"{each.name} is loaded without its optimizer's state, and no rank has memory to "
+                "keep that",
+                hint="give rt.load the optimizer, too",
+            )
+
+    def make_of(self, each: RemoteParameter, source: TableSource) -> None:
+        """Have servers make a table of this, at the end of `whole`."""
+        self._absent[each.name] = source
+
     def _complete(
         self, model: nn.Module, found: dict[str, Any], prefix: str, _: Mapping[str, Any]
     ) -> None:
         """Put whole tables into a state dict."""
+        self._check_made()
         if self._is_whole:
             return
         for name, parameter in model.named_parameters(remove_duplicate=False):
@@ -460,6 +430,7 @@ class RemoteParameters:
                 found[prefix + name] = joined(pulled.slices(each.name), each.table.slices)
 
     def _refuse_load(self, *_: object) -> None:
+        self._check_made()
         if not self._is_whole:
             raise ModelError(
                 f"{KEY}: load_state_dict of a model whose parameters are on servers",
@@ -472,6 +443,13 @@ class RemoteParameters:
                 f"{KEY}: state_dict() of the optimizer would lack what servers have",
                 hint="rt.save(model, optimizer, step=N) writes all",
             )
+
+    def __reduce_ex__(self, _: object) -> Any:
+        """Refuse a copy: it would have no rows of its own, and change those that are trained."""
+        raise ModelError(
+            f"{KEY}: a model whose parameters are on servers cannot be copied or pickled",
+            hint="rt.state_dict(model) has all weights, for a copy of the unsharded model",
+        )
 
     def close(self) -> None:
         """Leave the servers, unless this process fails."""
@@ -488,9 +466,10 @@ class RemoteParameters:
 def _placed(ids: Tensor, pulled: PulledRows, remote: RemoteParameter) -> Tensor:
     """Return pulled rows in the order of `ids`, in memory of this rank."""
     parts = pulled.rows(remote.name)
+    first = next(iter(parts.values()))
     if len(parts) == 1:
-        return next(iter(parts.values())).clone()
-    rows = torch.empty((len(ids), *remote.shape[1:]), dtype=remote.dtype)
+        return first.clone()
+    rows = torch.empty((len(ids), *remote.shape[1:]), dtype=first.dtype)
     for server, places in places_by_server(ids, pulled.owners[remote.name]).items():
         if server in parts:
             rows[places] = parts[server]

@@ -7,6 +7,7 @@ they are sent.
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
+from typing import Any
 
 import torch
 from torch import Tensor
@@ -53,3 +54,28 @@ def split_gradients(gradients: RowGradients, owners: Sequence[int]) -> dict[int,
         )
         for server, places in places_by_server(gradients.ids, owners).items()
     }
+
+
+def divided_ask(
+    ask: Mapping[str, Any], owners: Mapping[str, Sequence[int]]
+) -> dict[int, dict[str, Any]]:
+    """Return for each server what a pull asks of it; `client` says what a pull may ask."""
+    parts: dict[int, dict[str, Any]] = {}
+    for table, words in ask.items():
+        if isinstance(words, str):
+            for server in set(owners[table]):
+                parts.setdefault(server, {})[table] = words
+            continue
+        is_rows = isinstance(words, Tensor)
+        ids = words if is_rows else words["ids"] if isinstance(words, dict) else words[0]
+        for server, places in places_by_server(ids, owners[table]).items():
+            if is_rows or len(places):
+                parts.setdefault(server, {})[table] = _at(words, places)
+    return parts
+
+
+def _at(words: Any, places: Tensor) -> Any:
+    """Return what is asked of some of the rows."""
+    if isinstance(words, dict):
+        return {**words, "ids": words["ids"][places]}
+    return words[places] if isinstance(words, Tensor) else [each[places] for each in words]

@@ -10,6 +10,7 @@ from __future__ import annotations
 
 import contextlib
 import ctypes
+import math
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any
@@ -17,6 +18,7 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
+from msrun.cluster.servers.events import Committed
 from msrun.cluster.servers.ownership import Slice
 from msrun.parallel.servers.recipe import Recipe, Value, build_optimizer
 from msrun.parallel.servers.touches import Touches
@@ -63,14 +65,19 @@ class WorkerPush:
         gradients: Table -> the gradients of rows of this server; a table that the worker did not
             use has no entry.
         options: Table -> the options of its group, which a scheduler may change each step.
+        factors: Table -> by what its gradients are multiplied; 1 where it has no entry.
     """
 
     gradients: Mapping[str, RowGradients | SliceGradients]
     options: Mapping[str, Mapping[str, Value]] = field(default_factory=dict)
+    factors: Mapping[str, float] = field(default_factory=dict)
 
 
-def push_of(payload: Mapping[str, Any]) -> WorkerPush:
+def push_of(payload: Any) -> WorkerPush:
     """Return a push from its payload."""
+    commit: Mapping[str, Any] = {}
+    if isinstance(payload, Committed):
+        payload, commit = payload.gradients, payload.commit
     gradients: dict[str, RowGradients | SliceGradients] = {}
     for table, part in payload["gradients"].items():
         if isinstance(part, dict):
@@ -78,7 +85,12 @@ def push_of(payload: Mapping[str, Any]) -> WorkerPush:
         else:
             ids, values, is_sparse = part
             gradients[table] = RowGradients(ids=ids, values=values, is_sparse=is_sparse)
-    return WorkerPush(gradients=gradients, options=payload["options"])
+    words = commit or payload
+    return WorkerPush(
+        gradients=gradients,
+        options=words.get("options", {}),
+        factors=words.get("factors", {}),
+    )
 
 
 @dataclass(frozen=True, slots=True)
@@ -141,10 +153,14 @@ class ServerRows:
         ]
         return sum(value.nbytes for value in kept if isinstance(value, Tensor))
 
-    def replace(self, contents: Mapping[Slice, SliceState]) -> None:
-        """Own these slices, and no other."""
-        self._live = {piece: self._revive(piece, state) for piece, state in contents.items()}
-        self._near, self._touches = {}, {}
+    def replace(self, contents: dict[Slice, SliceState]) -> None:
+        """Own these slices, and no other; `contents` is empty then.
+
+        One after the other, so that no two copies of all of them are in memory at once.
+        """
+        self._live, self._near, self._touches = {}, {}, {}
+        for piece in list(contents):
+            self._live[piece] = self._revive(piece, contents.pop(piece))
         self.traffic.clear()
 
     def _revive(self, piece: Slice, at_rest: SliceState) -> _Live:
@@ -242,17 +258,35 @@ class ServerRows:
     def apply(self, pushes: Sequence[WorkerPush]) -> None:
         """Add the gradients in this order, and do one step."""
         for table in sorted({piece.table for piece in self._live}):
-            parts = [push.gradients[table] for push in pushes if table in push.gradients]
-            if not parts:  # in one process its gradient would be None
+            mine = [push for push in pushes if table in push.gradients]
+            if not mine:  # in one process its gradient would be None
                 continue
+            parts = [(push.gradients[table], push.factors.get(table, 1.0)) for push in mine]
             options = next((push.options[table] for push in pushes if table in push.options), {})
             for piece, live in self._pieces(table).items():
-                mine = [self._part(piece, part) for part in parts]
-                is_sparse = all(part.is_sparse for part in parts)
-                live.parameter.grad = added(live.parameter, mine, is_sparse=is_sparse)
+                terms = [_times(self._part(piece, part), factor) for part, factor in parts]
+                is_sparse = all(part.is_sparse for part, _ in parts)
+                live.parameter.grad = added(live.parameter, terms, is_sparse=is_sparse)
                 live.optimizer.param_groups[0].update(options)
                 live.optimizer.step()
                 live.parameter.grad = None
+
+    def powers(
+        self, pushes: Sequence[WorkerPush], order: float, pieces: Iterable[Slice]
+    ) -> dict[str, float]:
+        """Return by table the `power_of` the sum of gradients in some slices."""
+        found: dict[str, float] = {}
+        for piece in pieces:
+            here = [push.gradients[piece.table] for push in pushes if piece.table in push.gradients]
+            if not here:
+                continue
+            terms = [self._part(piece, part) for part in here]
+            is_rows = all(places is not None for places, _ in terms)
+            total = added(self._live[piece].parameter, terms, is_sparse=is_rows)
+            power = power_of(total.values() if is_rows else total, order)
+            before = found.get(piece.table, 0.0)
+            found[piece.table] = max(before, power) if math.isinf(order) else before + power
+        return found
 
     def _part(self, piece: Slice, part: RowGradients | SliceGradients) -> _Part:
         """Return the places in a slice of the rows that are in it, and their gradients."""
@@ -268,6 +302,21 @@ class ServerRows:
     def count_bytes(self, piece: Slice, moved: Tensor) -> None:
         """Note rows of a slice that were pulled or pushed."""
         self.traffic[piece] = self.traffic.get(piece, 0.0) + moved.nbytes
+
+
+def power_of(values: Tensor, order: float) -> float:
+    """Return the sum of powers of magnitudes, whose root is a norm; of order inf the largest."""
+    if not values.numel():
+        return 0.0
+    norm = float(torch.linalg.vector_norm(values, order, dtype=torch.float64))
+    try:
+        return norm if math.isinf(order) else norm**order
+    except OverflowError:
+        return math.inf
+
+
+def _times(part: _Part, factor: float) -> _Part:
+    return part if factor == 1.0 else (part[0], part[1] * factor)
 
 
 def _empty(shape: Sequence[int], dtype: torch.dtype) -> Tensor:

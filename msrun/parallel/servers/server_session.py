@@ -19,16 +19,20 @@ from msrun.cluster.servers.events import (
     SaveSnapshot,
     SendCopies,
     SendMessage,
+    SendNorms,
     SendRows,
     SendSlices,
     ServerAction,
     ServerEvent,
     TakeCopies,
 )
-from msrun.cluster.servers.messages import Adopt, FetchSlices, FromPeer, Header, Rows
+from msrun.cluster.servers.messages import Adopt, FetchSlices, FromPeer, Header, Norms, Rows
 from msrun.cluster.servers.ownership import Slice
 from msrun.cluster.servers.server import ServerPhase, ServerState
+from msrun.cluster.tick import Tick
+from msrun.errors import MsrunError
 from msrun.parallel.servers.disk import ServerDisk, contents_of, slices_of
+from msrun.parallel.servers.first_rows.filling import Filling
 from msrun.parallel.servers.rows import ServerRows, SliceState, push_of, trim
 from msrun.parallel.servers.shared_memory import SharedRegion
 from msrun.parallel.servers.sharing import NearRanks
@@ -36,16 +40,19 @@ from msrun.parallel.servers.wire import (
     RANK,
     SERVER,
     Actor,
+    JobEnds,
     SessionPlan,
     WantContents,
     actor_of,
 )
 
-# What a pull asks of a table beside rows by their numbers: all rows, and with them the state.
+# What a pull asks of a table beside rows by their numbers: all rows, and with them the state.  A
+# mapping asks for the state of rows `ids`: of one key, or with "" of all.
 WHOLE = "whole"
 STATE = "state"
 # As `WHOLE`, until the rank's next pull: on one node it may be the live rows of a sync server.
 LENT = "lent"
+_SIGN_SECONDS = 5.0
 
 
 def _say(text: str) -> None:
@@ -86,11 +93,16 @@ class ServerSession:
         # The first ownership waits here until the ranks have sent the contents.
         self._adopt: Adopt | None = None
         self._first: dict[Slice, SliceState] = {}
+        # What makes contents that no rank has, and when ranks are to hear that it goes on.
+        self._filling: Filling | None = None
+        self._sign_due = 0.0
         # Large parts of memory were freed, or are once this event is over.
         self._has_garbage = False
         # Rank -> the latest that it said before this server could answer, so that it need not say
         # it again.
         self._early: dict[int, Arrived] = {}
+        # The measurement that was answered last, and its answer.
+        self._norms: tuple[tuple[float, ...], dict[str, float]] = ((), {})
         self._machine = ServerState(
             server=server,
             life=life,
@@ -101,7 +113,7 @@ class ServerSession:
 
     def deadline(self) -> float | None:
         """Return when `Tick` is due; None where nothing is."""
-        return self._machine.deadline()
+        return 0.0 if self._filling else self._machine.deadline()
 
     def tidy(self) -> None:
         """Give back memory, before the next event."""
@@ -116,11 +128,14 @@ class ServerSession:
             if self._needs_contents(adopt):
                 self._adopt = adopt
                 self.want()
+                self._begin_filling(adopt, now)
                 return
         match event:
             case Arrived(message=FromPeer(worker=worker)) if not self._is_open:
                 self._early[worker] = event
                 return
+            case Tick() if self._filling:
+                self._fill(now)
         self._events.append(event)
         while self._events:
             for action in self._machine.handle(self._events.popleft(), now=now):
@@ -146,20 +161,65 @@ class ServerSession:
             return
         asked: dict[int, dict[str, list[int]]] = {}
         for piece in self._adopt.ownership.slices_of(self._server):
-            if piece not in self._first:
+            if piece not in self._first and piece.table not in self.plan.sources:
                 of_rank = asked.setdefault(self.plan.suppliers[piece.table], {})
                 of_rank.setdefault(piece.table, []).append(piece.index)
         for rank, slices in asked.items():
             self._send((RANK, rank), WantContents(slices=slices), None)
 
     def take(self, contents: Any, now: float) -> None:
-        """Take first contents; with the last of them the ownership begins."""
-        if self._adopt is None:
-            return
-        self._first |= slices_of(contents)
-        if not self._needs_contents(self._adopt):
+        """Take first contents of a rank; with the last of them the ownership begins."""
+        if self._adopt is not None:
+            self._first |= slices_of(contents)
+            self._adopt_if_ready(now)
+
+    def _adopt_if_ready(self, now: float) -> None:
+        if self._adopt and not self._needs_contents(self._adopt):
             adopt, self._adopt = self._adopt, None
             self.feed(Arrived(adopt), now)
+
+    def _begin_filling(self, adopt: Adopt, now: float) -> None:
+        """Begin to make what no rank has, unless that is so."""
+        owned = adopt.ownership.slices_of(self._server)
+        wanted = [p for p in owned if p.table in self.plan.sources and p not in self._first]
+        if wanted and self._filling is None:
+            _say(f"makes {len(wanted)} slices of tables that no rank has")
+            self._filling = Filling(self.plan.sources, self.plan.counts, wanted)
+            self._sign_due = now + _SIGN_SECONDS
+
+    def _fill(self, now: float) -> None:
+        """Make a block of what no rank has."""
+        filling = self._filling
+        if filling is None:
+            return
+        try:
+            is_done = filling.advance()
+        except MsrunError as error:
+            self._filling = None
+            _say(f"cannot go on: {error}")
+            for rank in range(self.plan.workers):
+                self._send((RANK, rank), JobEnds(reason=str(error)), None)
+            return
+        if is_done:
+            self._first |= filling.slices
+            filling.slices.clear()  # so that each slice is freed once the machine has it
+            self._filling = None
+            self._adopt_if_ready(now)
+            if self._adopt:  # another one than when it began
+                self._begin_filling(self._adopt, now)
+        elif now >= self._sign_due:  # ranks give up a server that says nothing for long
+            self._sign_due = now + _SIGN_SECONDS
+            for rank in range(self.plan.workers):
+                self._send((RANK, rank), WantContents(slices={}), None)
+
+    def end(self) -> None:
+        """Give up, and have no memory any more: another session follows."""
+        if self._filling:
+            self._filling.close()
+        self._filling, self._adopt = None, None
+        self._kept, self._first = {}, {}
+        self._rows.replace({})
+        trim()
 
     def _act(self, action: ServerAction) -> None:
         match action:
@@ -167,6 +227,8 @@ class ServerSession:
                 self._send(actor_of(to), message, payload)
             case SendRows(message=message, ask=ask):
                 self._send((RANK, message.worker), message, self._read(message, ask))
+            case SendNorms(message=message, pushes=pushes):
+                self._send((RANK, message.worker), message, self._norms_of(message, pushes))
             case ApplyStep(version=version, pushes=pushes):
                 self._apply(version, pushes)
             case SaveSnapshot(snapshot=snapshot):
@@ -212,15 +274,26 @@ class ServerSession:
         for rank, push in given.items():
             self._rows.note(rank, push, version)
 
+    def _norms_of(self, message: Norms, pushes: Sequence[tuple[int, Any]]) -> dict[str, float]:
+        """Return the powers of the slices that this server owns; each rank asks for the same."""
+        order = float(dict(pushes)[message.worker]["order"])
+        which = (message.epoch, message.asked, message.round, order)
+        if self._norms[0] != which:
+            own = [piece for table in self.plan.counts for piece in self._own(table)]
+            given = [push_of(payload) for _, payload in pushes]
+            self._norms = (which, self._rows.powers(given, order, own))
+        return self._norms[1]
+
     def _assemble(self, action: AssembleSlices) -> None:
         if action.base is None:
             found = self._first
         else:
             here = self._disk.load(action.base, action.ownership.version) if action.own else {}
             found = self._kept | {piece: here[piece] for piece in action.own}
-        owned = action.ownership.slices_of(self._server)
-        self._rows.replace({piece: found[piece] for piece in owned})
+        owned = {piece: found[piece] for piece in action.ownership.slices_of(self._server)}
+        found.clear()
         self._kept, self._first = {}, {}
+        self._rows.replace(owned)
         self._has_garbage = True
 
     def _read(self, message: Rows, ask: Any) -> dict[str, Any]:
@@ -233,6 +306,9 @@ class ServerSession:
                 found = self._rows.read(table, ids, region.empty if region else None)
                 rows[table] = found
                 lent.append(found)
+            elif isinstance(ids, dict):
+                state, of_all = self._rows.read_state(table, ids["ids"])
+                rows[table] = state[ids["state"]] if ids["state"] else [state, of_all]
             elif isinstance(ids, list):
                 rows[table] = self._changed(message, table, ids, region)
                 lent.append(rows[table][2])

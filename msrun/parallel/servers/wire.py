@@ -20,6 +20,7 @@ from msrun.cluster.servers.events import Rules, ToHead, ToPeer, ToRank
 from msrun.cluster.servers.messages import Header, Message
 from msrun.cluster.servers.ownership import Table
 from msrun.errors import ProtocolError
+from msrun.parallel.servers.first_rows.sources import TableSource
 from msrun.parallel.servers.recipe import Recipe
 from msrun.parallel.servers.shared_memory import SHARED_BYTES_MIN, Offer, PeerRegion, SharedRegion
 from msrun.transport.data_sockets import Buffer
@@ -54,6 +55,7 @@ class SessionPlan(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fiel
         workers: Number of ranks.
         directory: Where snapshots go; empty is the servers' private directory.
         suppliers: Table -> the rank that has its first contents.
+        sources: Table that no rank has -> what servers make it of.
     """
 
     session: str
@@ -63,6 +65,7 @@ class SessionPlan(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fiel
     workers: int
     directory: str = ""
     suppliers: dict[str, int]
+    sources: dict[str, TableSource] = {}
 
     @property
     def counts(self) -> dict[str, int]:

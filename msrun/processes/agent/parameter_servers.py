@@ -33,7 +33,12 @@ class ParameterServers:
     """
 
     def __init__(self, job: JobSpec, node: NodeResources, host: str, oom: OomCounter) -> None:
-        self.machine = NodeServers(job_id=job.job_id, total=job.servers, limits=job.restarts)
+        self.machine = NodeServers(
+            job_id=job.job_id,
+            total=job.servers,
+            limits=job.restarts,
+            is_elastic=job.is_elastic,
+        )
         """The part of the agent's state machine that decides about them."""
         self._job = job
         self._node = node

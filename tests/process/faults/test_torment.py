@@ -16,12 +16,12 @@ from msrun.supervise.process import is_alive
 pytestmark = pytest.mark.process
 
 SCRIPT = Path(__file__).resolve().parents[3] / "scripts" / "torment.py"
-ROUNDS, SECONDS = 30, 70
+ROUNDS, SECONDS = 16, 70
 
 
 @pytest.mark.timeout(240)
 def test_nothing_is_left_and_the_end_is_told_as_it_was(runtime):
-    """By hand it runs for hours; here as many of 30 rounds as begin in 70 seconds."""
+    """By hand it runs for hours; here as many of 16 rounds as begin in 70 seconds."""
     most = 1 if hosts.missing() else 3
     words = ["--rounds", ROUNDS, "--seed", random.randrange(10**6), "--hosts", most]
     words += ["--parallel", 2, "--seconds", SECONDS]

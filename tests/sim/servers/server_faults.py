@@ -31,6 +31,9 @@ class ServerChaos(NullDriver):
         self.pace = draw.choice([0.1, 1.0])
         self.parts = 1
         self.replicas = 0
+        self.rounds = 0
+        self.together = False
+        self.met = set()
         for name, value in odds.items():
             setattr(self, name, value)
         staleness = draw.choice([0, 0, 0, 1, 3, float("inf")])
@@ -52,6 +55,7 @@ class ServerChaos(NullDriver):
             build=build,
             driver=self,
             parts=self.parts,
+            rounds=self.rounds if self.rules.is_sync else 0,
         )
         self.at(0.0, "start", *HEAD)
         for rank in range(servers):
@@ -153,7 +157,20 @@ class ServerChaos(NullDriver):
         self.at(self.now + took + 0.01, "saved", rank, life, *which)
 
     def computing(self, rank, life, token):
+        self.met.add((rank, self.world.machine(("worker", rank)).clock))
         self.soon(0.01 if self.is_calm else self.pace, "computed", rank, life, token)
+
+    def on_computed(self, rank, life, token):
+        """Let a script compute; with `together` not before all others compute the same step."""
+        if self.together and not self._has_met_all(self.world.machine(("worker", rank)).clock):
+            self.soon(0.2, "computed", rank, life, token)
+            return
+        self.tell("computed", rank, life, token)
+
+    def _has_met_all(self, clock):
+        lengths = self.world.lengths
+        asked = [rank for rank in self.world.workers if lengths[rank] > clock]
+        return all((rank, clock) in self.met for rank in asked)
 
     def going_on(self, rank, life):
         self.soon(0.01, "go_on", rank, life)

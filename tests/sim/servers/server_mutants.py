@@ -4,7 +4,7 @@ import msgspec
 from server_world import ServersBuild
 
 from msrun.cluster.servers.coordinator import CoordinatorState
-from msrun.cluster.servers.messages import Adopted, Frozen, WorkerStep
+from msrun.cluster.servers.messages import Adopted, Frozen, Measure, WorkerStep
 from msrun.cluster.servers.server import ServerPhase, ServerState
 from msrun.cluster.servers.worker import WorkerState
 
@@ -171,6 +171,29 @@ class NeverAsksAgain(WorkerState):
         return self.phase.value in {"pulling", "pushing"}
 
 
+class NormsOfSome(ServerState):
+    """Takes the norm of the gradients that are here."""
+
+    def _unmeasured(self, _clock, _given):
+        return []
+
+
+class MeasuresOnce(WorkerState):
+    """Does not measure again for a server that was killed."""
+
+    def _lacking(self, view):
+        lacking = super()._lacking(view)
+        is_measure = isinstance(lacking, Measure)
+        return None if is_measure and self.phase.value != "measuring" else lacking
+
+
+class KeepsOldNorms(WorkerState):
+    """Clips by norms of the gradients of workers that are not there any more."""
+
+    def _has_norms_since(self, _clock):
+        return False
+
+
 # Name -> what is wrong, and by how much the dice are loaded against it.  No name, nothing wrong.
 SERVER_MUTANTS = {
     "": (ServersBuild(), {}),
@@ -182,7 +205,17 @@ SERVER_MUTANTS = {
     "asarrived": (ServersBuild(server=AddsAsTheyCome), {"delay": 0.5}),
     "doesnotsettle": (ServersBuild(server=DoesNotSettle), {"kills": 0.2, "victims": "worker"}),
     "dropsallbutone": (ServersBuild(server=DropsAllButOne), {"kills": 0.2, "victims": "node"}),
-    "lateorders": (ServersBuild(server=ObeysLateOrders), {"scales": 0.1, "delay": 3.0}),
+    "lateorders": (
+        ServersBuild(server=ObeysLateOrders),
+        {
+            "scales": 0.2,
+            "delay": 3.0,
+            "doubles": 0.3,
+            "kills": 0.2,
+            "victims": "server",
+            "save_time": 3.0,
+        },
+    ),
     "forgetswholeft": (ServersBuild(server=ForgetsWhoLeft), {"kills": 0.2}),
     "opensatonce": (ServersBuild(coordinator=OpensAtOnce), {"scales": 0.1, "kills": 0.2}),
     "oldreports": (ServersBuild(coordinator=DecidesByOldReports), {"scales": 0.1, "kills": 0.1}),
@@ -200,5 +233,11 @@ SERVER_MUTANTS = {
         ServersBuild(server=CopiesAnything),
         {"replicas": 1, "kills": 0.3, "victims": "server"},
     ),
+    "normsofsome": (ServersBuild(server=NormsOfSome), {"rounds": 1}),
+    "measuresonce": (
+        ServersBuild(worker=MeasuresOnce),
+        {"rounds": 1, "kills": 0.2, "victims": "server"},
+    ),
+    "oldnorms": (ServersBuild(worker=KeepsOldNorms), {"rounds": 1, "scales": 0.1}),
     "nolog": (ServersBuild(log=False), {"kills": 0.1, "victims": "head"}),
 }

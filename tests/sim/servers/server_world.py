@@ -9,8 +9,10 @@ must be.
 
 from dataclasses import dataclass, field
 
+from server_oracle import Oracle, factor_of, gradients, initial, scaled, stepped, total
+
 from msrun.cluster.servers import coordinator, events, server, worker
-from msrun.cluster.servers.messages import Push, WorkerStep
+from msrun.cluster.servers.messages import Measure, Push, WorkerStep
 from msrun.cluster.servers.ownership import Slice, Table
 from msrun.cluster.tick import Tick
 
@@ -29,55 +31,6 @@ class ServersBuild:
     worker: type = worker.WorkerState
     coordinator: type = coordinator.CoordinatorState
     log: bool = True
-
-
-def mix(*words):
-    """Return a number that every word and their order change."""
-    return hash(words)
-
-
-def initial(piece):
-    return mix(len(piece.table), piece.index)
-
-
-def gradients(rank, clock, values):
-    """Return the gradient of each slice, which depends on all rows that were seen."""
-    seen = mix(*[values[piece] for piece in sorted(values)])
-    return {piece: mix(rank, clock, piece.index, seen) for piece in values}
-
-
-def stepped(value, version, terms):
-    return mix(value, version, tuple(terms))
-
-
-class Oracle:
-    """The same training in one process: the rows at each version."""
-
-    def __init__(self, pieces, lengths):
-        self.lengths = lengths
-        self.states = [{piece: initial(piece) for piece in pieces}]
-        self.since = [(0, ())]
-
-    def decide(self, version, workers):
-        """From `version` on, these workers add their gradients."""
-        self.since = [entry for entry in self.since if entry[0] < version] + [(version, workers)]
-        del self.states[version + 1 :]
-
-    def at(self, version):
-        while len(self.states) <= version:
-            now = len(self.states) - 1
-            values = self.states[-1]
-            workers = [entry for entry in self.since if entry[0] <= now][-1][1]
-            parts = [
-                (rank, gradients(rank, now, values)) for rank in workers if self.lengths[rank] > now
-            ]
-            self.states.append(
-                {
-                    piece: stepped(value, now, [(rank, part[piece]) for rank, part in parts])
-                    for piece, value in values.items()
-                }
-            )
-        return self.states[version]
 
 
 @dataclass(slots=True)
@@ -106,6 +59,8 @@ class WorkerLife:
     began: int = -1
     computing: int = 0
     pulls: int = 0
+    grads: dict = field(default_factory=dict)
+    factors: list = field(default_factory=list)
     has_left: bool = False
 
 
@@ -132,15 +87,25 @@ class ServerWorld:
     """One job.  An input is a method's name and its words; `do` applies it."""
 
     def __init__(
-        self, *, rules, tables, servers, workers, lengths, build=None, driver=None, parts=1
+        self,
+        *,
+        rules,
+        tables,
+        servers,
+        workers,
+        lengths,
+        build=None,
+        driver=None,
+        parts=1,
+        rounds=0,
     ):
-        self.parts = parts
+        self.parts, self.rounds = parts, rounds
         self.rules, self.build = rules, build or ServersBuild()
         self.driver = driver or NullDriver()
         self.tables = tuple(Table(name=n, rows=r, row_bytes=4, slices=s) for n, r, s in tables)
         self.servers, self.workers, self.lengths = tuple(servers), tuple(workers), lengths
         pieces = [Slice(t.name, index) for t in self.tables for index in range(t.slices)]
-        self.oracle = Oracle(pieces, lengths)
+        self.oracle = Oracle(pieces, lengths, rounds)
         self.now = 0.0
         self.lives = {}
         self.alive = {}
@@ -241,7 +206,17 @@ class ServerWorld:
         if me.pulls < 2 * self.parts - 1:
             self._pull(("worker", rank))
             return
-        self._tell(("worker", rank), events.StepEnds(self.compute(rank, me)))
+        if not self.rounds:
+            self._tell(("worker", rank), events.StepEnds(self.compute(rank, me)))
+            return
+        if not me.factors:
+            me.grads = self.compute(rank, me)
+        if len(me.factors) < self.rounds:
+            self._tell(("worker", rank), events.StepMeasures(me.grads))
+        elif (rank + me.state.clock) % 2:  # the gradients again, or what they are multiplied by
+            self._tell(("worker", rank), events.StepEnds(me.grads))
+        else:
+            self._tell(("worker", rank), events.StepEnds(me.factors[-1], is_commit=True))
 
     def compute(self, rank, me):
         """Return the gradients of a worker's step."""
@@ -267,7 +242,10 @@ class ServerWorld:
         to = {"ToRank": "worker", "ToPeer": "server"}.get(type(action.to).__name__)
         target = (to, action.to.worker if to == "worker" else action.to.server) if to else HEAD
         message, payload = action.message, action.payload
-        if isinstance(message, Push):
+        is_whole = isinstance(message, Measure) or (
+            isinstance(message, Push) and not message.is_commit
+        )
+        if is_whole and payload is not None:
             payload = self.part(payload, self.machine(actor).ownership, target[1])
         if isinstance(message, WorkerStep):
             self._check_safe(self.machine(actor).ownership, message)
@@ -302,6 +280,9 @@ class ServerWorld:
     def _SendRows(self, actor, action):  # noqa: N802
         self._post(("worker", action.message.worker), action.message, dict(self.alive[actor].rows))
 
+    def _SendNorms(self, _actor, action):  # noqa: N802
+        self._post(("worker", action.message.worker), action.message, total(dict(action.pushes)))
+
     def _SendSlices(self, actor, action):  # noqa: N802
         asked = action.asked
         rows = self.disks[actor[1]].rows[asked.base, asked.version]
@@ -311,10 +292,14 @@ class ServerWorld:
 
     def _ApplyStep(self, actor, action):  # noqa: N802
         life = self.alive[actor]
+        pushes = []
         for rank, part in action.pushes:
+            if isinstance(part, events.Committed):
+                part = scaled(part.gradients, part.commit)  # noqa: PLW2901
+            pushes.append((rank, part))
             self.require(part.keys() == life.rows.keys(), "S2 a push for other slices", actor, rank)
         for piece, (value, before) in life.rows.items():
-            terms = [(rank, part[piece]) for rank, part in action.pushes]
+            terms = [(rank, part[piece]) for rank, part in pushes]
             counts = dict(before)
             for rank, _ in terms:
                 counts[rank] = counts.get(rank, 0) + 1
@@ -384,6 +369,18 @@ class ServerWorld:
             self.require(is_right, "S1 rows of another curve", actor, action.clock)
         else:
             self._check_stale(actor, action.clock, rows)
+        me.factors = []
+        me.computing += 1
+        self.driver.computing(actor[1], self.lives[actor], me.computing)
+
+    def _DeliverNorms(self, actor, action):  # noqa: N802
+        me = self.alive[actor]
+        self.require(not action.absent, "S10 a worker that measures is taken for absent", action)
+        norms = {piece: each for part in action.norms.values() for piece, each in part.items()}
+        self.require(norms.keys() == me.values.keys(), "S10 norms of a part of all rows", norms)
+        me.factors.append(factor_of(norms))
+        if len(me.factors) < self.rounds or (actor[1] + me.state.clock) % 2:
+            me.grads = scaled(me.grads, me.factors[-1])
         me.computing += 1
         self.driver.computing(actor[1], self.lives[actor], me.computing)
 
@@ -410,7 +407,9 @@ class ServerWorld:
         is_first = me.began < 0
         # Gradients of other workers are not replayed: what a killed server lost is done again.
         is_replayed = not (self.kills["server"] and self.has_other_workers)
-        is_needed = is_first or self.kills["worker"] or not is_replayed
+        # Norms of the gradients of other workers do not count.
+        is_measured = self.rounds and self.has_other_workers
+        is_needed = is_first or self.kills["worker"] or not is_replayed or is_measured
         self.require(is_needed, "S8 steps are undone for nothing", actor)
         me.began, me.computing = action.clock, me.computing + 1
         self.driver.going_on(actor[1], self.lives[actor])

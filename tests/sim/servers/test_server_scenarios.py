@@ -24,6 +24,8 @@ pytestmark = pytest.mark.sim
 SCENARIOS = Path(__file__).parent / "scenarios"
 # What every line would repeat.
 HIDDEN = {"worker", "life", "server", "server_life", "term", "branch"}
+# What most steps do without.
+UNUSUAL = {"rounds", "absent"}
 TABLE = "embed"
 
 
@@ -36,13 +38,14 @@ def pairs(text):
     return {int(k): int(v) for k, v in (word.split(":") for word in text.split(",") if word)}
 
 
-def owned(epoch, *, version=0, workers="0:0", owners="0", done="", branch="1"):
+def owned(epoch, *, version=0, workers="0:0", owners="0", copies="", done="", branch="1"):
     return Ownership(
         epoch=int(epoch),
         version=int(version),
         clocks=pairs(workers),
         done=pairs(done),
         owners={TABLE: numbers(owners)},
+        copies={TABLE: numbers(copies)} if copies else {},
         branch=int(branch),
     )
 
@@ -73,7 +76,8 @@ def show(value):  # noqa: PLR0911 - a table of kinds
 def fields(value):
     for name in value.__struct_fields__:
         each = getattr(value, name)
-        if name not in HIDDEN and each is not False and each is not None:
+        is_hidden = name in HIDDEN or (name in UNUSUAL and not each)
+        if not is_hidden and each is not False and each is not None:
             yield f"{name}={show(each)}"
 
 
@@ -82,6 +86,8 @@ def show_action(action):
         case events.SendMessage(to=to, message=message, payload=payload):
             with_it = "" if payload is None else f" with {show(payload)}"
             return f"-> {show(to)} {show(message)}{with_it}"
+        case events.SendNorms(message=message, pushes=pushes):
+            return f"-> worker {message.worker} {show(message)} of {show(pushes)}"
         case events.SendRows(message=message, ask=ask):
             return f"-> worker {message.worker} {show(message)} with the rows of {show(ask)}"
     return show(action)
@@ -157,6 +163,14 @@ class ServerScript(Script):
     def push(self, worker, clock, **words):
         return self._step(wire.Push, worker, clock, f"gradients-{worker}-{clock}", **words)
 
+    def measure(self, worker, clock, **words):
+        words = {"round": 1} | words
+        return self._step(wire.Measure, worker, clock, f"gradients-{worker}-{clock}", **words)
+
+    def commit(self, worker, clock, **words):
+        words = {"rounds": 1} | words
+        return self._step(wire.Push, worker, clock, f"factor-{worker}", is_commit=True, **words)
+
     def pull(self, worker, clock, **words):
         words = {"settled": clock} | words
         return self._step(wire.Pull, worker, clock, "ids", **words)
@@ -167,7 +181,8 @@ class ServerScript(Script):
 
     def _step(self, kind, worker, clock, payload, epoch="1", **words):
         known = {"life": "0", "floor": "0", "settled": "0", "safe": "0"} | words
-        numbers_of = {name: int(word) for name, word in known.items()}
+        numbers_of = {name: int(word) for name, word in known.items() if word is not True}
+        numbers_of |= {name: True for name, word in known.items() if word is True}
         message = kind(worker=int(worker), clock=int(clock), epoch=int(epoch), **numbers_of)
         return events.Arrived(message, payload)
 
@@ -186,6 +201,12 @@ class ServerScript(Script):
     def slices(self, server, slices, epoch="2"):
         pieces = [wire.Slice(TABLE, index) for index in numbers(slices)]
         contents = wire.SliceContents(server=int(server), epoch=int(epoch), slices=pieces)
+        return events.Arrived(contents, f"rows-of-{server}")
+
+    def copies(self, server, version, life="1", epoch="1", workers="0"):
+        clocks = dict.fromkeys(numbers(workers), int(version))
+        now = wire.Snapshot(epoch=int(epoch), version=int(version), clocks=clocks)
+        contents = wire.CopyContents(server=int(server), life=int(life), epoch=int(epoch), now=now)
         return events.Arrived(contents, f"rows-of-{server}")
 
     def _show_state(self):
@@ -208,8 +229,17 @@ class WorkerScript(Script):
         self.parts = getattr(self, "parts", 0) + 1
         return events.StepBegins(ask)
 
+    def measure(self, gradients):
+        return events.StepMeasures(gradients)
+
     def end(self, gradients):
         return events.StepEnds(gradients)
+
+    def commit(self, factor):
+        return events.StepEnds(factor, is_commit=True)
+
+    def reconnected(self, server):
+        return events.Reconnected(int(server))
 
     def finish(self):
         return events.Finished()
@@ -223,6 +253,12 @@ class WorkerScript(Script):
     def rows(self, server, asked, clock="", **words):
         words = {"version": asked, "part": getattr(self, "parts", 0)} | words
         return self._said(wire.Rows, server, clock or asked, asked=asked, oldest=asked, **words)
+
+    def norms(self, server, asked, absent="", **words):
+        words = {"round": 1, "rounds": words.get("round", 1), "version": asked} | words
+        message = self._said(wire.Norms, server, asked, asked=asked, **words)
+        with_them = msgspec.structs.replace(message.message, absent=numbers(absent))
+        return events.Arrived(with_them, f"norms-of-{server}")
 
     def _said(self, kind, server, clock, epoch="1", **words):
         known = {"server_life": "0", "life": "0", "version": clock, "durable": "0"} | words

@@ -8,7 +8,7 @@ from pathlib import Path
 
 import pytest
 
-pytestmark = [pytest.mark.torch, pytest.mark.slow]
+pytestmark = pytest.mark.torch
 
 ROOT = Path(__file__).parents[3]
 PROGRAM = str(ROOT / "examples" / "train_ctr.py")

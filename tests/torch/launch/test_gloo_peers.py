@@ -28,6 +28,23 @@ GROUPS = """
     print([looked, total.item()], flush=True)
     dist.destroy_process_group()
 """
+# Rank 1 ends as soon as it has its group; rank 0 looks no sooner, if a rank ends that soon.
+SHORT = """
+    import os, sys, time
+    import torch.distributed as dist
+    def hold(frame, event, _):
+        if event == "call" and frame.f_code.co_name == "_check":
+            until = time.monotonic() + 1
+            while not os.path.exists("ended") and time.monotonic() < until:
+                time.sleep(0.01)
+    if os.environ["RANK"] == "0":
+        sys.setprofile(hold)
+    dist.init_process_group("gloo")
+    {more}
+    dist.destroy_process_group()
+    if os.environ["RANK"] == "1":
+        open("ended", "w").close()
+"""
 LAZY = """
     import torch.distributed as dist
     dist.init_process_group("gloo")
@@ -42,6 +59,14 @@ def test_groups_of_all_kinds_are_looked_at(finished, tmp_path, start):
     assert job.process.returncode == 0
     found = [ast.literal_eval(job.log(rank).splitlines()[-1]) for rank in range(3)]
     assert found == [[[2, 1, 0, 2], 3.0], [[2, 1, 0, 2], 3.0], [[2, 0, 2], 3.0]]
+
+
+@pytest.mark.parametrize("more", ["pass", "dist.new_group()"])
+def test_a_rank_that_ends_at_once_is_no_stranger_to_another(finished, tmp_path, more):
+    words = ["--workers-per-node", 2, script(tmp_path, SHORT.format(more=more))]
+    job = finished(tmp_path, *words)
+
+    assert job.process.returncode == 0, job.err
 
 
 def test_a_group_that_connects_later_is_refused(finished, tmp_path):

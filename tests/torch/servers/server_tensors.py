@@ -177,7 +177,7 @@ class TensorWorld(ServerWorld):
 
     def _replace(self, actor, contents):
         rows = self.alive[actor].rows = ServerRows(self.counts, self.case.recipe)
-        rows.replace(contents)
+        rows.replace(dict(contents))
 
     def _AssembleSlices(self, actor, action):  # noqa: N802
         life, ownership = self.alive[actor], action.ownership

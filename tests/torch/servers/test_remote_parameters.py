@@ -10,6 +10,7 @@ from torch import nn
 from torch.nn import functional
 
 import msrun
+from msrun.parallel.checkpoint.convert import convert
 
 pytestmark = pytest.mark.torch
 
@@ -314,6 +315,39 @@ def test_checkpoints_hold_tables_and_their_state(tmp_path, monkeypatch):
         assert first == pytest.approx(losses, abs=TOLERANCE)
         assert again == pytest.approx(losses[3:], abs=TOLERANCE)
     assert alone == pytest.approx(losses[3:], abs=TOLERANCE)
+
+
+def loaded_on_servers(folder):
+    rt = msrun.init({"servers": {"params": PARAMS}})
+    model = rt.shard(build())
+    update = rt.optimizer(OPTIMIZERS["adamw"](model))
+    begin = rt.load(model, update, path=folder)
+    losses = [
+        rt.step(model, update, LOSS, *part(step, rt.rank, rt.world_size)).item()
+        for step in range(begin, STEPS)
+    ]
+    rt.close()
+    return losses
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("is_converted", [False, True])
+def test_a_checkpoint_loads_into_any_number_of_servers_and_ranks(
+    is_converted, tmp_path, monkeypatch
+):
+    with serving(tmp_path / "two", monkeypatch, 2, 2):
+        run_warm(saved, 2, tmp_path / "checkpoint")
+    folder = tmp_path / "checkpoint"
+    if is_converted:
+        convert(folder, tmp_path / "all.pt", optimizer=True)
+        folder = tmp_path / "again"
+        convert(tmp_path / "all.pt", folder, optimizer=True)
+
+    losses, _ = single("adamw")
+    for servers, ranks in ((3, 1), (1, 3)):
+        with serving(tmp_path / f"{servers}", monkeypatch, servers, ranks):
+            found = run_warm(loaded_on_servers, ranks, folder)
+        assert found == [pytest.approx(losses[3:], abs=TOLERANCE)] * ranks
 
 
 def loaded_again(folder):

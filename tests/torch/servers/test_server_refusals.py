@@ -10,6 +10,7 @@ from torch import nn
 import msrun
 from msrun.errors import ConfigError, MsrunError
 from msrun.parallel.config_file import parse_config
+from msrun.parallel.servers.parameters.remote_parameter import RemoteParameter
 
 pytestmark = pytest.mark.torch
 
@@ -54,8 +55,14 @@ def clip(rt, model, _update):
     rt.clip_grad_norm_(model, 1.0)
 
 
-def clipped_step(rt, model, update):
-    rt.step(model, update, lambda out: out.sum(), torch.tensor([1]), max_norm=1.0)
+def clip_values(_rt, model, _update):
+    model(torch.tensor([1])).sum().backward()
+    nn.utils.clip_grad_value_(model.parameters(), 1.0)
+
+
+def look_at_values(_rt, model, _update):
+    model(torch.tensor([1])).sum().backward()
+    bool(torch.isnan(model.table.weight.grad).any())
 
 
 def again(rt, _model, _update):
@@ -72,10 +79,43 @@ def half(model):
 
 PLAN = {"plan": [{"match": "table", "style": "embedding"}], "mesh": {"dp": -1, "tp": 1}}
 BOTH = {"servers": {"params": ["table.weight", "out.*"]}}
+STALE = {"servers": {"params": ["table.weight"], "sync": {"staleness": 1}}}
+
+
+def marked(_model):
+    msrun.init().set_param_ps(nn.Linear(2, 1))
+
+
+def copied(_rt, model, _update):
+    torch.optim.swa_utils.AveragedModel(model)
+
+
+class Tied(Tiny):
+    """Has the weight of its table in a layer, too."""
+
+    def __init__(self):
+        super().__init__()
+        self.head = nn.Linear(2, 8, bias=False)
+        self.head.weight = self.table.weight
+
+
+def relu():
+    msrun.init().set_param_ps(nn.ReLU())
+
+
 CASES = {
+    "names no parameter of Tiny": ({"servers": {}}, Tiny, adamw, attach),
+    "set_param_ps: parallel has no servers": ({"servers": None}, Tiny, marked, attach),
+    "set_param_ps: ReLU has no parameters": ({}, relu, adamw, attach),
     "'tables' matches nothing": ({"servers": {"params": ["tables"]}}, Tiny, adamw, attach),
     "table.weight is frozen": ({}, frozen, adamw, attach),
     "table.weight is also in parallel.plan": (PLAN, Tiny, adamw, attach),
+    "head.weight and table.weight are one parameter, and the plan": (
+        PLAN | {"plan": [{"match": "head", "style": "vocab"}]},
+        Tied,
+        adamw,
+        attach,
+    ),
     "table.weight is also in parallel.reduce.exclude": (
         {"reduce": {"exclude": ["table.*"]}},
         Tiny,
@@ -108,9 +148,11 @@ CASES = {
         attach,
     ),
     "holds table.weight and not out": (BOTH, Tiny, half, attach),
+    "cannot be copied or pickled": ({}, Tiny, adamw, copied),
     "servers do not have yet": ({}, Tiny, adamw, step_alone),
-    "the norm of all gradients": ({}, Tiny, adamw, clip),
-    "norm of all gradients is known": ({}, Tiny, adamw, clipped_step),
+    "with a staleness servers step with each rank's gradient": (STALE, Tiny, adamw, clip),
+    "clamp of the gradient of table.weight": ({}, Tiny, adamw, clip_values),
+    "gradient of table.weight: a rank has its part": ({}, Tiny, adamw, look_at_values),
     "parameters of another model": ({}, Tiny, mixed, again),
 }
 
@@ -136,6 +178,15 @@ def test_each_wrong_use_is_one_sentence(monkeypatch):
         assert name in found.get(name, "")
 
 
+def test_a_row_that_fits_no_message_is_refused(monkeypatch):
+    monkeypatch.setenv("MSRUN_SERVER_NUM", "1")
+    large = nn.Parameter(torch.empty(1, 2**29, device="meta"))
+    assert RemoteParameter("dense", nn.Parameter(large[:, 1:]), []).table.rows == 1
+
+    with pytest.raises(ConfigError, match=r"dense of shape .* has no row that fits a message"):
+        RemoteParameter("dense", large, [])
+
+
 def no_servers():
     try:
         sharded({}, Tiny, adamw, attach)
@@ -157,7 +208,6 @@ def test_a_job_without_servers_says_how_to_have_some(monkeypatch):
     [
         ({"sync": False}, "sync: false sets no bound"),
         ({"sync": {"staleness": -1}}, "servers.sync.staleness: -1.0 must be at least 0"),
-        ({"params": []}, "params: names no parameter"),
         ({"snapshot": {"every": 0}}, "servers.snapshot.every: 0 must be at least 1"),
         ({"copies": 1}, "parallel.servers.copies: is no key"),
     ],
@@ -174,6 +224,7 @@ def test_wrong_keys(keys, sentence):
         {"mode": "manual"},
         {"verify": 1},
         {"pipeline": {"stages": {"a": 0}, "microbatches": 2}},
+        {"precision": "fp16"},
     ],
 )
 def test_what_is_not_composed(keys):

@@ -4,9 +4,13 @@ import pytest
 import torch
 from torch import nn
 
-from msrun.parallel.servers.recipe import recipe_of
+from msrun.cluster.servers.events import Rules
+from msrun.cluster.servers.messages import Snapshot
+from msrun.parallel.servers.disk import ServerDisk
+from msrun.parallel.servers.recipe import Recipe, recipe_of
 from msrun.parallel.servers.routing import gradients_of, split_gradients
 from msrun.parallel.servers.rows import RowGradients, ServerRows, WorkerPush, cut, join
+from msrun.parallel.servers.wire import SessionPlan
 
 pytestmark = pytest.mark.torch
 
@@ -113,3 +117,29 @@ def test_a_sparse_gradient_stays_one_and_counts_duplicates_once():
     assert gradients.is_sparse
     assert gradients.ids.tolist() == [3, 7]
     assert gradients.values.tolist() == [[2, 2], [1, 1]]
+
+
+def test_a_snapshot_that_a_kill_left_unfinished_is_none(tmp_path):
+    plan = SessionPlan(
+        session="s",
+        tables=[],
+        recipe=Recipe(kind="SGD", options={}),
+        rules=Rules(),
+        workers=1,
+        suppliers={},
+    )
+    disk = ServerDisk(tmp_path / "server-0")
+    disk.write_plan(plan)
+    first, second = (Snapshot(epoch=1, version=n, clocks={0: n}, done={}) for n in (3, 6))
+    slices = cut(torch.randn(6, 4), "t", 2)
+    disk.save(first, slices)
+    half = (tmp_path / "server-0" / "snapshots" / "1-3").read_bytes()[:100]
+    (tmp_path / "server-0" / "snapshots" / "1-6.new").write_bytes(half)
+
+    again = ServerDisk(tmp_path / "server-0")
+
+    assert again.snapshots() == [first]
+    for piece, at_rest in again.load(1, 3).items():
+        assert torch.equal(at_rest.rows, slices[piece].rows)
+    again.save(second, slices)
+    assert again.snapshots() == [first, second]

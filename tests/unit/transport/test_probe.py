@@ -79,3 +79,21 @@ def test_a_name_is_not_looked_up(host):
     loop.close()
 
     assert answers == [errno.EADDRNOTAVAIL]
+
+
+def test_an_end_between_a_connection_and_its_answer_is_noticed():
+    """The listener ends while the connection waits to be accepted: the kernel resets it."""
+    loop = Loop()
+    prober = Prober(loop)
+    ended = []
+    server = socket.create_server(("127.0.0.1", 0))
+    prober.watch_end("127.0.0.1", server.getsockname()[1], lambda: ended.append(loop.now()))
+    server.close()
+    is_over = loop.now() + 5
+    loop.run(
+        lambda: stop(loop) if ended or loop.now() > is_over else prober.deadline() or is_over,
+        prober.tick,
+    )
+    loop.close()
+
+    assert len(ended) == 1

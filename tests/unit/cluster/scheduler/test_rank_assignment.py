@@ -33,6 +33,15 @@ def test_the_first_order_is_by_rank_then_address_then_name():
     assert rank_assignment.assign_node_ranks(there, formation, []) == ["z", "x", "w", "y", "v", "u"]
 
 
+def test_a_given_rank_is_had_beside_nodes_without_one():
+    there = {"a": node("a"), "b": node("b"), "c": node("c", rank=1)}
+    fixed = Formation(nnodes_min=3, nnodes_max=3)
+
+    assert rank_assignment.assign_node_ranks(there, fixed, []) == ["a", "c", "b"]
+    there["c"] = node("c", rank=3)
+    assert rank_assignment.assign_node_ranks(there, fixed, []) == ["c", "a", "b"]
+
+
 def test_a_node_that_stays_keeps_its_rank_and_a_newcomer_takes_a_free_one():
     assert rank_assignment.assign_node_ranks(nodes(b=1, c=1, d=1), ELASTIC, ["a", "b", "c"]) == [
         "d",

@@ -1,0 +1,1 @@
+"""Tables that no rank has memory for: servers make them, and checkpoints stream them."""

@@ -1,0 +1,1 @@
+"""Which parameters live on servers, and what a rank knows of each."""
