@@ -62,6 +62,10 @@ class ModelError(UsageError):
     """A model, batch, loss or optimizer cannot train under this configuration as in one process."""
 
 
+class DividedModelError(ModelError, AttributeError):
+    """A method or attribute of a whole model was asked of one of its stages."""
+
+
 class PeerRankError(ModelError):
     """The script raised an exception on another rank, which has the cause and is named."""
 

@@ -13,7 +13,9 @@ import msgspec
 
 from msrun.parallel.plans.families import PLAN_NAMES, unknown_plan
 from msrun.parallel.settings.copies import copies_problem
+from msrun.parallel.settings.float8 import Float8, float8_problem
 from msrun.parallel.settings.grids import GRID_AXES
+from msrun.parallel.settings.host import Offload, offload_problem, overlap_problem
 from msrun.parallel.settings.images import check_data, image_axes
 from msrun.parallel.settings.plan_rules import Dims, PlanRule
 from msrun.parallel.settings.section import ConfigSection
@@ -70,7 +72,8 @@ class Optimizer(ConfigSection, frozen=True, kw_only=True):
         dtype: Type of gathered parameters and of the computation; None keeps the type of the
             parameters.
         offload: Whether sharded parameters and optimizer state stay in host memory.  One rank, with
-            an axis `dp` of 1, keeps all of them there.
+            an axis `dp` of 1, keeps all of them there.  `overlap` also has the next forward of
+            `rt.step` begin while they are updated.
     """
 
     zero: Literal[0, 1, 2, 3] = 0
@@ -78,7 +81,7 @@ class Optimizer(ConfigSection, frozen=True, kw_only=True):
     threshold: int | str = 0
     modules: list[str] = []
     dtype: Literal["float32", "bfloat16", "float16"] | None = None
-    offload: bool = False
+    offload: bool | Literal["overlap"] = False
 
     def __post_init__(self) -> None:
         msgspec.structs.force_setattr(self, "threshold", _size(self, "threshold"))
@@ -176,10 +179,11 @@ class ParallelConfig(ConfigSection, frozen=True, kw_only=True):
         optimizer: Optimizer parallel (ZeRO).
         pipeline: Pipeline parallel; None runs without.
         recompute: Recomputation; None recomputes nothing.
+        offload: Activations that wait in the memory of the host; None has none there.
         accumulate: Micro-batches that a step splits its local batch into, at least 1; gradients
             are reduced once a step.
-        copies: Slices of a micro-batch, at least 1, that take turns in forward and backward: one
-            computes while a collective of `plan` runs for another.
+        copies: Slices of a micro-batch, at least 1, that take turns in forward and backward, in a
+            pipeline in each stage: one computes while a collective of `plan` runs for another.
         reduce: Reduction of gradients over data-parallel ranks.
         batch_norm: `sync` takes the statistics of batch norms over the global batch, `local` over
             each rank's own batch; then ranks may hold other values of any buffer, and the model's
@@ -197,6 +201,7 @@ class ParallelConfig(ConfigSection, frozen=True, kw_only=True):
         precision: `bf16` or `fp16` computes in that type what torch's autocast does, and with
             `zero` also gathers parameters in it; parameters and their gradients keep their own.
             `fp16` scales the loss.  None computes in the types of the model.
+        float8: Modules whose linear layers multiply in eight bits; None has none.
         compile: Modules that `torch.compile` compiles, each for itself; None compiles none.
         seed: Seed of the generators of Python, numpy and torch, at least 0; None leaves them as
             they are.
@@ -215,6 +220,7 @@ class ParallelConfig(ConfigSection, frozen=True, kw_only=True):
     optimizer: Optimizer = Optimizer()
     pipeline: Pipeline | None = None
     recompute: Recompute | None = None
+    offload: Offload | None = None
     accumulate: int = 1
     copies: int = 1
     reduce: Reduce = Reduce()
@@ -225,6 +231,7 @@ class ParallelConfig(ConfigSection, frozen=True, kw_only=True):
     place: dict[str, Literal["cpu"]] = {}
     checkpoint: Checkpoint | None = None
     precision: Literal["bf16", "fp16"] | None = None
+    float8: Float8 | None = None
     compile: Compile | None = None
     seed: int | None = None
     verify: int | Literal["first_step"] | Verify = 0
@@ -234,6 +241,12 @@ class ParallelConfig(ConfigSection, frozen=True, kw_only=True):
         _at_least(self, "copies", 1)
         if self.copies > 1 and (problem := copies_problem(self)):
             raise ValueError(f"copies: {problem}")
+        if self.offload and (problem := offload_problem(self)):
+            raise ValueError(f"offload: {problem}")
+        if self.float8 and (problem := float8_problem(self)):
+            raise ValueError(f"float8: {problem}")
+        if self.optimizer.offload == "overlap" and (problem := overlap_problem(self)):
+            raise ValueError(f"optimizer: offload overlap: {problem}")
         self._check_verify()
         if self.seed is not None:
             _at_least(self, "seed", 0)
@@ -261,7 +274,8 @@ class ParallelConfig(ConfigSection, frozen=True, kw_only=True):
     @property
     def parts(self) -> int:
         """Parts of a local batch that a step computes, each with a loss of its own."""
-        return self.accumulate * self.copies
+        parts = self.pipeline.microbatches if self.pipeline else self.accumulate
+        return parts * self.copies
 
     @property
     def verified(self) -> Verify:
@@ -295,7 +309,7 @@ class ParallelConfig(ConfigSection, frozen=True, kw_only=True):
         mesh = {} if isinstance(self.mesh, str) else self.mesh
         exchanging = (*_EXCHANGING_AXES, *image_axes(self.data))
         axes = [axis for axis in exchanging if mesh.get(axis, 1) != 1]
-        for key in (key for key in ("precision", "compile") if getattr(self, key)):
+        for key in (key for key in ("precision", "float8", "compile") if getattr(self, key)):
             if self.mode == "auto":
                 raise ValueError(
                     f"{key}: mode auto runs operators in the types of the model (choose semi_auto)"

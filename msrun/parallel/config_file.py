@@ -21,6 +21,8 @@ from msrun.errors import ConfigError
 from msrun.parallel.config import ROOT, Optimizer, ParallelConfig, Pipeline, Recompute, Reduce
 from msrun.parallel.notation.mindspore_keys import translate
 from msrun.parallel.notation.rules import check_notation
+from msrun.parallel.settings.float8 import Float8
+from msrun.parallel.settings.host import Offload
 from msrun.parallel.settings.plan_rules import LayoutRule, PlanRule
 from msrun.parallel.settings.section import ConfigSection
 from msrun.parallel.settings.servers import (
@@ -206,12 +208,14 @@ _SECTIONS: dict[str, type[ConfigSection]] = {
     "optimizer": Optimizer,
     "pipeline": Pipeline,
     "recompute": Recompute,
+    "offload": Offload,
     "reduce": Reduce,
     "servers": ServerParameters,
     "sync": Staleness,
     "snapshot": ServerSnapshots,
     "cache": ServerCache,
     "checkpoint": Checkpoint,
+    "float8": Float8,
     "compile": Compile,
     "verify": Verify,
 }

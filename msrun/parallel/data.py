@@ -138,6 +138,16 @@ class _Batches:
         self._loader = loader
 
     def __iter__(self) -> Iterator[list[int]]:
+        """Yield the batches, to the loader itself alone.
+
+        Raises:
+            UsageError: Another loader was made of this one.
+        """
+        if self._loader.is_divided and not self._loader.is_begun:
+            raise UsageError(
+                "another loader reads the batches of rt.loader, which are this rank's part already",
+                hint="loop over what rt.loader returned; leave it out of Accelerator.prepare",
+            )
         return self._loader.indices()
 
     def __len__(self) -> int:
@@ -161,9 +171,12 @@ class MeshLoader(DataLoader[Any]):
 
     Attributes:
         drawn: Passes batches on as they are drawn.
+        is_begun: Whether the loader itself takes the batches of its sampler now.
+        is_divided: Whether there are other ranks.
     """
 
     drawn: Callable[[Iterator[Any]], Iterator[Any]] = staticmethod(iter)
+    is_begun = False
 
     def __init__(
         self,
@@ -187,6 +200,7 @@ class MeshLoader(DataLoader[Any]):
         # `rt.step` reads the weights here, of every loader for as long as its batch is in use.
         self._weights = context.batch
         self._rank = context.coordinate.get(DATA_AXIS, 0)
+        self.is_divided = context.world_size > 1
         self._shuffle = shuffle
         self._seed = seed
         self._epoch = 0
@@ -207,7 +221,7 @@ class MeshLoader(DataLoader[Any]):
         self._next = self._first
         use = LoaderUse(is_due=self.split.is_uneven, end=self.split.end)
         try:
-            for batch in self.drawn(super().__iter__()):
+            for batch in self.drawn(self._begin()):
                 beat()
                 use.samples = len(self.split.part(self._next, self._rank))
                 use.value = use.samples * self.split.ranks / self.split.size(self._next)
@@ -218,6 +232,14 @@ class MeshLoader(DataLoader[Any]):
         finally:
             self._weights.left(use)
         self._epoch, self._first, self._next = self._epoch + 1, 0, 0
+
+    def _begin(self) -> Iterator[Any]:
+        """Return an iteration of the base class, which takes the batches at once."""
+        self.is_begun = True
+        try:
+            return super().__iter__()
+        finally:
+            self.is_begun = False
 
     def indices(self) -> Iterator[list[int]]:
         """Yield the indices of each batch, from the first batch of this iteration on."""

@@ -1,16 +1,9 @@
-"""The device mesh by arithmetic: axes, coordinates and groups, and checks that need them.
+"""The mesh of a configuration: its axes and sizes, and all checks that need them.
 
-The same mesh exists twice.  `MeshLayout` is arithmetic: axis sizes, and from them the coordinate of
-any rank and the ranks of any group.  torch's `DeviceMesh` (see `rank_context`) has the process
-groups of one rank.  The arithmetic comes first, since everything that can be refused is refused
-before a process group exists, and `msrun plan` prints the groups of a job of any size without
-starting it.  This module imports no torch.
-
-Ranks are numbered in row-major order over the axes: the first axis varies slowest, the last one
-fastest, as in `torch.distributed.device_mesh`.  So the ranks of the last axis are neighbours, and
-usually share a node.  With sizes (s0, s1, ..., sk) the rank at coordinate (c0, ..., ck) is
-((c0 s1 + c1) s2 + ...) sk + ck, and a step along axis i changes the rank by the product of the
-sizes after it, its stride.
+The same mesh exists twice.  `MeshLayout` (see `notation.mesh_layout`) is arithmetic; torch's
+`DeviceMesh` (see `rank_context`) has the process groups of one rank.  The arithmetic comes first,
+since everything that can be refused is refused before a process group exists, and `msrun plan`
+prints the groups of a job of any size without starting it.  This module imports no torch.
 
 Axis names: `dp` shards the batch, `pp` the layers; every other axis is for operator plans or, with
 `mode: manual`, for the script.  A name that is missing from the mesh counts as an axis of size 1.
@@ -21,35 +14,33 @@ groups.
 `resolve` turns a configuration and a number of ranks into a layout and makes every check that
 depends on that number: sizes, the axes that rules name, the mode, pipeline, optimizer, dropout.
 Checks that need the model follow in `rt.shard`.
-
-A tensor dim may be sharded over several axes, the most significant first: over [a, b] the index of
-a rank's part is index(a) * size(b) + index(b).  torch lists placements by mesh axis instead;
-`tensor.placements` translates.
 """
-
-# tidy: long file, the mesh and what each key asks of it are resolved in one order
 
 from __future__ import annotations
 
 import math
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Iterator, Mapping
 
 import msgspec
 
 from msrun.errors import ConfigError
 from msrun.parallel.config import DATA_AXIS, PIPELINE_AXIS, REST, ROOT, TENSOR_AXIS, ParallelConfig
-from msrun.parallel.notation.dims import axes_of_dims, shown_dims
+from msrun.parallel.notation.mesh_layout import EXPERT_AXIS, MeshLayout
 from msrun.parallel.notation.rules import RuleAxes, batch_free, check_notation
 from msrun.parallel.settings.grids import GRID_AXES
 from msrun.parallel.settings.images import image_axes
-from msrun.parallel.settings.plan_rules import CONTEXT_AXIS, UNSHARDED_DIMS, Dim, PlanRule
+from msrun.parallel.settings.plan_rules import (
+    CONTEXT_AXIS,
+    UNSHARDED_DIMS,
+    PlanRule,
+    placed_tensors,
+)
 from msrun.units import quoted
 
 # Axes of a plan beside ZeRO: `fully_shard` shards parameters that a plan sharded over at most two.
 _SHARDED_AXES_MAX = 2
 
-# Axis of experts, whose ranks are ranks of `dp` too; and what is left of `dp` beside it.
-EXPERT_AXIS = "ep"
+# What is left of `dp` beside the axis of experts.
 EXPERT_COPIES = "dp_copies_of_experts"
 _EXPERT_STYLE = "experts"
 # Axes that divide samples, tokens or layers, and no operators.
@@ -57,99 +48,6 @@ _OTHER_AXES = (DATA_AXIS, CONTEXT_AXIS, PIPELINE_AXIS)
 
 # Modes in which an axis needs no rule in `plan`.
 _FREE = ("manual", "auto")
-
-
-class MeshLayout(msgspec.Struct, frozen=True):
-    """Named axes over the ranks 0 to `world_size` - 1.
-
-    Args:
-        axes: Axis name -> size, the slowest-varying first.
-        ep: Ranks that share the experts of a module, a divisor of `dp`; 0 without such an axis.
-        images: Axes that divide images.
-    """
-
-    axes: dict[str, int]
-    ep: int = 0
-    images: tuple[str, ...] = ()
-
-    @property
-    def world_size(self) -> int:
-        """Ranks in the mesh."""
-        return math.prod(self.axes.values())
-
-    @property
-    def sizes(self) -> dict[str, int]:
-        """Axis name -> size of all axes that have groups; ranks of `ep` are ranks of `dp`, too."""
-        return self.axes | ({EXPERT_AXIS: self.ep} if self.ep else {})
-
-    def size(self, axis: str) -> int:
-        """Return the size of `axis`; 1 if the mesh has no axis of that name."""
-        return self.sizes.get(axis, 1)
-
-    def coordinate(self, rank: int) -> dict[str, int]:
-        """Return axis name -> index of `rank` on it."""
-        indices: dict[str, int] = {}
-        for name, size in reversed(self.axes.items()):
-            rank, indices[name] = divmod(rank, size)
-        return {name: indices[name] for name in self.axes}
-
-    def stream(self, rank: int) -> int:
-        """Return the number of the random stream of `rank`, from 0.
-
-        Ranks with the same samples and the same layers share a stream.
-        """
-        place = self.coordinate(rank)
-        return place.get(DATA_AXIS, 0) + self.size(DATA_AXIS) * place.get(PIPELINE_AXIS, 0)
-
-    def group(self, axis: str, rank: int) -> tuple[int, ...]:
-        """Return the ranks that differ from `rank` only in `axis`, `rank` included."""
-        stride = self._stride(axis)
-        first = rank - self.coordinate(rank)[axis] * stride
-        return tuple(first + i * stride for i in range(self.axes[axis]))
-
-    def groups(self, axis: str) -> Iterator[tuple[int, ...]]:
-        """Yield each group of `axis` once, in the order of their first ranks."""
-        if axis == EXPERT_AXIS and self.ep:
-            # By rank, as below: the groups of `dp` interleave where other axes follow it.
-            whole = self.groups(DATA_AXIS)
-            cuts = [g[i : i + self.ep] for g in whole for i in range(0, len(g), self.ep)]
-            yield from sorted(cuts)
-            return
-        stride = self._stride(axis)
-        for rank in range(self.world_size):
-            if rank // stride % self.axes[axis] == 0:
-                yield self.group(axis, rank)
-
-    def _stride(self, axis: str) -> int:
-        names = list(self.axes)
-        return math.prod(self.axes[name] for name in names[names.index(axis) + 1 :])
-
-
-def local_slices(
-    shape: Sequence[int], dims: Sequence[Dim], layout: MeshLayout, rank: int
-) -> tuple[slice, ...]:
-    """Return the part of a tensor of `shape` that `rank` holds, one slice for each dim.
-
-    Example: (2, 8) sharded as ["mp", ["sp", "dp"]] on dp 2, sp 2, mp 2: rank 4 holds row 0 and
-    columns 2 and 3.
-
-    Raises:
-        ConfigError: The dims do not fit the tensor or the mesh, or a dim does not divide evenly.
-    """
-    coordinate = layout.coordinate(rank)
-    slices: list[slice] = []
-    for dim, axes in enumerate(axes_of_dims(dims, len(shape), tuple(layout.axes))):
-        parts = math.prod(layout.size(axis) for axis in axes)
-        if shape[dim] % parts:
-            raise ConfigError(
-                f"{shown_dims(dims)}: dim {dim} of size {shape[dim]} can not be split into {parts}"
-            )
-        index = 0
-        for axis in axes:
-            index = index * layout.size(axis) + coordinate[axis]
-        length = shape[dim] // parts
-        slices.append(slice(index * length, (index + 1) * length))
-    return tuple(slices)
 
 
 def resolve(config: ParallelConfig, world_size: int) -> MeshLayout:
@@ -260,7 +158,7 @@ def _fill(mesh: Mapping[str, int], world_size: int) -> dict[str, int]:
 
 def _with_experts(config: ParallelConfig, axes: dict[str, int]) -> MeshLayout:
     """Return the mesh of `axes`, in which ranks of `ep` are ranks of `dp` too."""
-    if EXPERT_AXIS not in axes or config.mode in _FREE:
+    if EXPERT_AXIS not in axes or config.mode == "manual":
         return MeshLayout(axes)
     names = list(axes)
     if DATA_AXIS in axes and names.index(EXPERT_AXIS) != names.index(DATA_AXIS) + 1:
@@ -451,7 +349,7 @@ def _check_experts(config: ParallelConfig, layout: MeshLayout) -> None:
     if layout.ep <= 1:
         return
     named = {axis for rule in rules_of(config) for axis in _axes_of(rule, layout)}
-    if EXPERT_AXIS not in named:
+    if EXPERT_AXIS not in named and config.mode != "auto":
         raise ConfigError(
             f"{ROOT}.mesh.{EXPERT_AXIS}: no rule of {ROOT}.plan has style {_EXPERT_STYLE} over it",
             hint=f"such as {{match: '*.experts', style: {_EXPERT_STYLE}, axis: {EXPERT_AXIS}}}",
@@ -481,7 +379,7 @@ def _check_dropout(config: ParallelConfig, layout: MeshLayout) -> None:
             f"{ROOT}.dropout: exact with a pipeline, whose stages draw each for itself "
             "(choose local)"
         )
-    microbatches = config.pipeline.microbatches if config.pipeline else config.parts
+    microbatches = config.parts
     if layout.size(DATA_AXIS) > 1 and microbatches > 1:
         raise ConfigError(
             f"{ROOT}.dropout: exact with {microbatches} micro-batches, which hold other samples "
@@ -506,7 +404,7 @@ def _check_rule(rule: PlanRule, layout: MeshLayout, where: str) -> None:
                 raise ConfigError(
                     f"{where}.{key}: axis {axis!r} is not in mesh ({', '.join(layout.axes)})"
                 )
-            is_batch = axis == DATA_AXIS and key in ("in", "out")
+            is_batch = axis == DATA_AXIS and key.startswith(("in", "out"))
             if axis not in allowed and not is_batch:
                 raise ConfigError(
                     f"{where}.{key}: {axis} divides the batch or the layers, not an operator"
@@ -515,9 +413,8 @@ def _check_rule(rule: PlanRule, layout: MeshLayout, where: str) -> None:
             if axis in seen:
                 raise ConfigError(f"{where}.{key}: axis {axis!r} stands there twice")
             seen.add(axis)
-    for key, dims in (("in", rule.inputs), ("out", rule.out)):
-        if dims is not None:
-            batch_free(dims, f"{where}.{key}")
+    for key, dims in placed_tensors(rule):
+        batch_free(dims, f"{where}.{key}")
     _check_rows(rule, layout, where)
 
 
@@ -589,10 +486,8 @@ def _named(rule: PlanRule, layout: MeshLayout) -> Iterator[tuple[str, list[str]]
         yield "axis", [style_axis(rule, layout)]
     for name, dims in rule.params.items():
         yield f"params.{name}", _flat(dims)
-    if rule.inputs is not None:
-        yield "in", _flat(rule.inputs)
-    if rule.out is not None:
-        yield "out", _flat(rule.out)
+    for key, dims in placed_tensors(rule):
+        yield key, _flat(dims)
 
 
 def _flat(dims: list[str | list[str] | None]) -> list[str]:

@@ -25,6 +25,11 @@ def is_sharded(tensor: Tensor) -> TypeGuard[DTensor]:
     return module is not None and isinstance(tensor, module.DTensor)
 
 
+def has_memory(tensor: Tensor) -> bool:
+    """Return whether a plain tensor has an element for each index, and is not one in its shape."""
+    return tensor.numel() <= 1 or any(tensor.stride())
+
+
 def has_parts(tensor: Tensor) -> bool:
     """Return whether ranks have a part of an image each that `tensor` is of, of all its channels.
 

@@ -9,6 +9,8 @@ from __future__ import annotations
 import torch
 
 import msrun.parallel.collectives
+import msrun.parallel.data_parallel.other_wrappers
+import msrun.parallel.losses.equal_batches
 import msrun.parallel.shard
 import msrun.parallel.step  # noqa: F401 - imported for the forked ranks
 

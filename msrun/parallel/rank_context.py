@@ -18,7 +18,8 @@ from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
 
 from msrun.errors import ConfigError, ModelError
 from msrun.parallel.config import ParallelConfig
-from msrun.parallel.layout import EXPERT_AXIS, MeshLayout, resolve, root_axes, tokens_as_data
+from msrun.parallel.layout import resolve, root_axes, tokens_as_data
+from msrun.parallel.notation.mesh_layout import EXPERT_AXIS, MeshLayout
 from msrun.parallel.settings.plan_rules import CONTEXT_AXIS
 
 

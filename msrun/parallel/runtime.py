@@ -52,7 +52,8 @@ from msrun.parallel.axes import use_axes
 from msrun.parallel.config import DATA_AXIS, PIPELINE_AXIS, ROOT, ParallelConfig
 from msrun.parallel.config_file import read_config
 from msrun.parallel.group import join
-from msrun.parallel.layout import MeshLayout, resolve
+from msrun.parallel.layout import resolve
+from msrun.parallel.notation.mesh_layout import MeshLayout
 from msrun.parallel.rank_context import BatchWeight, Rank, RankContext, placed
 from msrun.parallel.replicas import seed_everything
 from msrun.units import parse_size
@@ -60,6 +61,9 @@ from msrun.worker.beat import beat
 
 # Methods import their features themselves: see the end of the docstring.
 if TYPE_CHECKING:
+    from torch.nn import Parameter
+    from torch.utils.hooks import RemovableHandle
+
     from msrun.parallel.auto.dropout_rng import DropoutRng
     from msrun.parallel.checkpoint.api import Checkpoints
     from msrun.parallel.data import LoaderOptions, MeshLoader, SizedDataset
@@ -129,6 +133,7 @@ class Runtime:
         self._known: KnownOptimizers | None = None
         self._remote: RemoteParameters | None = None
         self._verifiers: list[Verifier] = []
+        self._wrappers: RemovableHandle | None = None
         self.loss_scale: LossScale | None = None
         if config.precision == "fp16":
             from msrun.parallel.layers.precision import LossScale
@@ -269,6 +274,7 @@ class Runtime:
             raise UsageError(f"{ROOT}.servers: servers have the parameters of another model")
         # With `mesh: auto` every model chooses its mesh, also after an earlier one has.
         rank = self._unplaced if self.config.mesh == "auto" else self.context
+        self._refuse_wrappers(model)
         copied = None
         if self.config.verify:
             from msrun.parallel.verify.fit import copy_model
@@ -278,7 +284,7 @@ class Runtime:
         is_consumed = self.config.pipeline is not None or self.config.mode == "auto"
         origin = Origin(model, is_consumed=is_consumed)
         result, state, self._place = shard_model(self.config, rank, model, sample)
-        self._models[result] = state
+        self._note(result, state)
         self._find_remote(result)
         state.origin = origin
         if state.is_pipeline:
@@ -297,12 +303,49 @@ class Runtime:
         nn.Module.register_forward_hook(result, _beat_after)
         return result
 
+    def _note(self, model: nn.Module, state: ShardedModel) -> None:
+        """Keep the state of a model, whose steps compare batches if ranks share samples."""
+        from msrun.parallel.losses.equal_batches import EqualBatches
+
+        self._models[model] = state
+        if self.world_size > 1:
+            state.batches = EqualBatches(self.config, self.context)
+            if not state.is_pipeline:
+                state.batches.watch(model)
+
+    def _refuse_wrappers(self, model: nn.Module) -> None:
+        """Refuse modules of others that reduce gradients, in `model` now and around it later."""
+        if self.world_size > 1 and self.config.mode != "manual":
+            from msrun.parallel.data_parallel import other_wrappers
+
+            other_wrappers.check_unwrapped(model)
+            self._wrappers = self._wrappers or other_wrappers.watch(
+                functools.partial(list, self._models)
+            )
+
+    def set_param_ps(self, what: nn.Module | Parameter, *, recurse: bool = True) -> None:
+        """Have the parameters of a module, or one, live on parameter servers, before `shard`.
+
+        As patterns in `servers.params` do, and MindSpore's method of that name.
+
+        Args:
+            what: A module of the model, or a parameter.
+            recurse: Whether those of its submodules live there, too.
+
+        Raises:
+            UsageError: The configuration has no `servers`, or there is no parameter.
+        """
+        from msrun.parallel.servers.parameters.marks import mark
+
+        mark(self.config, what, recurse=recurse)
+
     def _find_remote(self, model: nn.Module) -> None:
         """Have the configured parameters of `model` live on servers."""
         if self.config.servers:
             from msrun.parallel.servers.remote import RemoteParameters
 
             self._remote = RemoteParameters(self.config, self.context, model, self.generation)
+            self._models[model].remote = self._remote
 
     def optimizer(self, optimizer: OptimizerT) -> OptimizerT:
         """Check `optimizer`, made of parameters of a sharded model, and return it.
@@ -680,12 +723,17 @@ class Runtime:
         """
         # The cached property exists only if something was saved or loaded; to make it here would
         # be collective.
+        for sharded in self._models.values():
+            if sharded.host_step:
+                sharded.host_step.settle()
         if "checkpoints" in self.__dict__:
             self.checkpoints.finish()
 
     def close(self) -> None:
         """Leave the process group, if `init` made it; a second call does nothing."""
         _forget(self)
+        if self._wrappers:
+            self._wrappers.remove()
         if self._remote:
             self._remote.close()
         if self.config.verify and self.is_main:

@@ -17,9 +17,9 @@ from __future__ import annotations
 import contextlib
 import math
 import warnings
-from collections.abc import Callable, Collection, Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from functools import partial
-from typing import TYPE_CHECKING, NamedTuple
+from typing import TYPE_CHECKING, Any, NamedTuple
 
 import msgspec
 from torch import nn
@@ -29,9 +29,10 @@ from msrun.parallel import torch_compat
 from msrun.parallel.config import DATA_AXIS, PIPELINE_AXIS, ROOT, ParallelConfig
 from msrun.parallel.data_parallel import parameter_hooks, reductions, sparse_embedding
 from msrun.parallel.data_parallel.parameter_hooks import ParameterHooks
+from msrun.parallel.data_parallel.parameter_snapshot import ParameterSnapshot
 from msrun.parallel.data_parallel.replica_digest import ReplicaDigest
-from msrun.parallel.host import host_tables
-from msrun.parallel.layers import batch_norm, compiled, micro_batches, precision, recompute
+from msrun.parallel.host import activations, host_tables
+from msrun.parallel.layers import batch_norm, compiled, float8, micro_batches, precision, recompute
 from msrun.parallel.layers.micro_batches import MicroBatches
 from msrun.parallel.layout import context_rule, plan_axes, resolve
 from msrun.parallel.losses.batch import Sample
@@ -46,7 +47,6 @@ from msrun.parallel.settings.plan_rules import PlanRule
 from msrun.parallel.sharded_model import (
     Context,
     OriginalParameters,
-    ParameterSnapshot,
     ShardedModel,
     each,
     entered,
@@ -55,15 +55,18 @@ from msrun.parallel.sharded_model import (
     refuse_copies,
     refuse_hooks,
 )
-from msrun.parallel.tensor.plan import ModulePlan, ModuleShape, NamedRules, plan_modules
+from msrun.parallel.tensor.module_shape import ModuleShape, NamedRules
+from msrun.parallel.tensor.plan import ModulePlan, plan_modules
 from msrun.parallel.uneven_rows import rule as rows_rule
 
 # Functions below import `torch.distributed.tensor` only where the configuration needs it: that
 # takes a second, and a rank that was not forked would wait for it.
 if TYPE_CHECKING:
+    from msrun.parallel.advise.module_search import WholeModules
     from msrun.parallel.context.sequences import Sequences
     from msrun.parallel.copies.group import Copies
     from msrun.parallel.deferred.fill import Weights
+    from msrun.parallel.host.overlapped_step import OverlappedStep
     from msrun.parallel.images.apply import Images
     from msrun.parallel.tensor.guard import Guard
 
@@ -89,16 +92,22 @@ class _ResolvedPlan(msgspec.Struct, frozen=True, kw_only=True):
         config: The configuration.
         plans: Module -> its operator plan.
         recomputed: Modules that recompute.
+        offloaded: Modules whose activations go to the host.
+        float8: Linear layers that multiply in float8.
         compiled: Modules that are compiled.
         excluded: Parameters whose gradients are not reduced.
+        remote: Those of them that live on servers.
         placed: Tables that stay on the host.
     """
 
     config: ParallelConfig
     plans: dict[str, ModulePlan]
     recomputed: list[str]
+    offloaded: list[str]
+    float8: list[str]
     compiled: list[str]
     excluded: set[str]
+    remote: set[str]
     placed: list[str]
 
 
@@ -121,6 +130,7 @@ def shard_model(config: ParallelConfig, rank: Rank, model: nn.Module, sample: Sa
     if context.world_size == 1 and not reductions.is_sharding(config, context.layout):
         _warn_of_no_effect(config)
     resolved = _resolve_plan(config, context, model)
+    _leave_tables(context, model, resolved)
     weights = None
     if is_deferred := _is_on_meta(model):
         from msrun.parallel.deferred import fill
@@ -142,7 +152,9 @@ def shard_model(config: ParallelConfig, rank: Rank, model: nn.Module, sample: Sa
         from msrun.parallel.pipeline.ranks import check_parameters
 
         group = context.group(PIPELINE_AXIS)
-        model = split_model(model, config.pipeline, group, context.device, sample)
+        model = split_model(
+            model, config.pipeline, group, context.device, sample, slices=config.copies
+        )
         check_parameters(model, group, context.device)
         # With `batch_norm: local` buffers follow what a rank sees at once.
         model.written_buffers.is_checked |= config.batch_norm == "local"
@@ -153,6 +165,14 @@ def shard_model(config: ParallelConfig, rank: Rank, model: nn.Module, sample: Sa
     if context.world_size > 1:
         split_random_streams(context)
     return Sharded(model, state, context)
+
+
+def _leave_tables(context: RankContext, model: nn.Module, resolved: _ResolvedPlan) -> None:
+    """Leave tables on the device meta to servers."""
+    if resolved.remote:
+        from msrun.parallel.servers.first_rows import meta_tables
+
+        meta_tables.take(resolved.config, context, model, resolved.remote)
 
 
 def _warn_of_no_effect(config: ParallelConfig) -> None:
@@ -180,7 +200,9 @@ def _shard_by_search(
     if rank.world_size > 1:
         broadcast_weights(model, excluded=())
     hooked = parameter_hooks.hooked(model)
-    applied = apply(config, rank, model, sample)
+    applied = apply(
+        config, rank, model, sample, partial(_whole_modules, config, rank, model, sample)
+    )
     if applied.config is None:
         parameter_hooks.refuse(hooked)
         refuse_copies(applied.model, f"{ROOT}.mode: auto")
@@ -211,6 +233,15 @@ def _shard_by_search(
     return Sharded(model, state, applied.context)
 
 
+def _whole_modules(
+    config: ParallelConfig, rank: Rank, model: nn.Module, sample: Sequence[Any]
+) -> WholeModules:
+    """Return what compares experts and sequences on ranks of their own, for a search."""
+    from msrun.parallel.advise.module_search import WholeModules
+
+    return WholeModules(model, sample, config, is_host=rank.device.type == "cpu")
+
+
 def _resolve_plan(config: ParallelConfig, context: RankContext, model: nn.Module) -> _ResolvedPlan:
     batch_norm.check(config, model)
     micro_batches.check(config, model)
@@ -222,21 +253,26 @@ def _resolve_plan(config: ParallelConfig, context: RankContext, model: nn.Module
         refuse_compiled(config, is_zero=reductions.is_sharding(config, context.layout))
     if config.plan:
         from msrun.parallel.tensor.describe import describe_modules
+        from msrun.parallel.tensor.outputs import check_arguments
 
         source = config.plan if isinstance(config.plan, str) else None
         shapes = describe_modules(model)
         rules = _rules(config, context, model, shapes)
         plans = plan_modules(rules, context.layout, shapes, source)
+        check_arguments(model, plans, is_cut=config.pipeline is not None)
         _check_strategy_file(config, plans)
     excluded = matching(config.reduce.exclude, params, "reduce.exclude")
     remote: set[str] = set()
     if config.servers:
-        from msrun.parallel.servers.remote import find
+        from msrun.parallel.servers.parameters.chosen import find
 
         remote = find(config, context.layout, model, plans)
         excluded |= remote
     placed_tables = host_tables.find(config, model, plans, remote)
-    _check_experts(plans, excluded)
+    if context.layout.ep > 1:
+        from msrun.parallel.experts import rules as experts_rules
+
+        experts_rules.check(config, model, plans, excluded)
     rows_rule.check(config, plans, excluded)
     sparse_embedding.check(config, context.layout, model, plans)
     if reductions.is_sharding(config, context.layout):
@@ -248,12 +284,16 @@ def _resolve_plan(config: ParallelConfig, context: RankContext, model: nn.Module
         tables += placed_tables
         small |= {model.get_submodule(name).get_parameter("weight") for name in tables}
         sparse_embedding.check_replicated(model, small)
+    recomputed = recompute.find(config.recompute, modules) if config.recompute else []
     return _ResolvedPlan(
         config=config,
         plans=plans,
-        recomputed=recompute.find(config.recompute, modules) if config.recompute else [],
+        recomputed=recomputed,
+        offloaded=activations.find(config, model, recomputed),
+        float8=float8.find(config, model, plans),
         compiled=compiled.find(config, context.layout, model, plans),
         excluded=excluded,
+        remote=remote,
         placed=placed_tables,
     )
 
@@ -274,17 +314,6 @@ def _check_strategy_file(config: ParallelConfig, plans: Mapping[str, ModulePlan]
             "which a strategy file cannot say",
             hint=f"leave out {ROOT}.checkpoint.strategy: checkpoints need none",
         )
-
-
-def _check_experts(plans: Mapping[str, ModulePlan], excluded: Collection[str]) -> None:
-    """Refuse experts whose gradients stay on each rank: other ranks have other experts."""
-    for name, plan in plans.items():
-        own = {f"{name}.{param}" for param in plan.params} & set(excluded)
-        if plan.is_routed and own:
-            raise ModelError(
-                f"{ROOT}.reduce.exclude: {min(own)} is of experts that ranks share, so no rank has "
-                "its own (leave it out)"
-            )
 
 
 def _rules(
@@ -322,6 +351,7 @@ def _make_parallel(
     sequences = _divide_sequences(context, config, model)
     switch = compiled.Switch()
     guard, experts = _change_modules(context, model, resolved, switch)
+    offload = activations.apply(config, model, resolved.offloaded, context.device)
     if sequences:
         sequences.cover(model, guard.active if guard else contextlib.nullcontext)
     zero = _shard_over_data(context, model, resolved, experts)
@@ -364,6 +394,7 @@ def _make_parallel(
         uncompiled=switch.off,
     )
     state.sequences, state.copies = sequences, _copies(config, context, guard)
+    state.activations, state.host_step = offload, _host_step(config, model)
     return state
 
 
@@ -396,6 +427,15 @@ def _copies(config: ParallelConfig, context: RankContext, guard: Guard | None) -
     from msrun.parallel.copies.group import Copies
 
     return Copies(config.copies, context.device, [(guard, "shared")])
+
+
+def _host_step(config: ParallelConfig, model: nn.Module) -> OverlappedStep | None:
+    """Return what has steps on the host overlap the next forward; None if they do not."""
+    if config.optimizer.offload != "overlap":
+        return None
+    from msrun.parallel.host.overlapped_step import OverlappedStep
+
+    return OverlappedStep(model)
 
 
 def _begin(context: RankContext, zero: reductions.Zero, check: Callable[[], None]) -> None:
@@ -441,7 +481,7 @@ def _computing(
     if guard:
         contexts.append(guard.active_with_loss)
     if zero:
-        from msrun.parallel.data_parallel.zero import named_errors
+        from msrun.parallel.data_parallel.zero_errors import named_errors
 
         contexts.append(partial(named_errors, model, level))
     if sequences:
@@ -511,6 +551,9 @@ def _change_modules(
         if guard:
             guard.draw = exact.draw
         exact.apply(model)
+    if config.float8:
+        names = [name for name in resolved.float8 if name in own]
+        float8.apply(model, names, config.float8, context.device)
     if config.compile:
         names = [name for name in resolved.compiled if name in own]
         compiled.apply(model, names, config.compile.mode, switch)

@@ -1,9 +1,4 @@
-"""A model after `rt.shard`: the state that its steps need, and checks that the model is unchanged.
-
-Reducers and gathers are set up for the parameters that exist in `rt.shard`.  A parameter that is
-replaced or added later would be trained by each rank alone, and the replicas would drift apart
-without an error.  `ParameterSnapshot` detects that before the optimizer uses the gradients.
-"""
+"""A model after `rt.shard`: the state that its steps need, and checks of it before each step."""
 
 from __future__ import annotations
 
@@ -30,71 +25,18 @@ if TYPE_CHECKING:
     from msrun.parallel.copies.group import Copies
     from msrun.parallel.data_parallel.collective_order import CollectiveOrder
     from msrun.parallel.data_parallel.parameter_hooks import ParameterHooks
+    from msrun.parallel.data_parallel.parameter_snapshot import ParameterSnapshot
     from msrun.parallel.data_parallel.reductions import Reduction
     from msrun.parallel.data_parallel.replica_digest import ReplicaDigest
+    from msrun.parallel.host.activations import Activations
+    from msrun.parallel.host.overlapped_step import OverlappedStep
+    from msrun.parallel.losses.equal_batches import EqualBatches
     from msrun.parallel.losses.sample_dims import Known
     from msrun.parallel.pipeline.model import PipelineModel
+    from msrun.parallel.servers.remote import RemoteParameters
     from msrun.parallel.weights.origin import Origin
 
 Context = Callable[[], contextlib.AbstractContextManager[Any]]
-
-
-class ParameterSnapshot:
-    """The parameters of a model as of `rt.shard`.
-
-    Args:
-        model: The model after `rt.shard` has made it parallel.
-        gathered: Names of the parameters that `fully_shard` replaces while they are gathered.
-        tied: Names of the parameters that other stages of a pipeline have, too.
-    """
-
-    def __init__(
-        self, model: nn.Module, gathered: Collection[str], tied: Collection[str] = ()
-    ) -> None:
-        self._model = weakref.ref(model)
-        self._gathered = gathered
-        self._original = self._identities(model)
-        self._tied = {name: model.get_parameter(name).requires_grad for name in tied}
-
-    def check(self) -> None:
-        """Refuse a model whose parameters were replaced or added since `rt.shard`.
-
-        Raises:
-            ModelError: Each rank would train such a parameter alone.
-        """
-        model = self._model()
-        if model is None:
-            return  # it is gone, so no step can train it
-        current, original = self._identities(model), self._original
-        for name in {**original, **current}:
-            if name not in current or name not in original or current[name] is not original[name]:
-                what = "replaced" if name in original else "added"
-                raise ModelError(
-                    f"{name} was {what} after rt.shard, so ranks do not train it together",
-                    hint="change the model before rt.shard",
-                )
-        for name, is_trained in self._tied.items():
-            if model.get_parameter(name).requires_grad != is_trained:
-                what = "frozen" if is_trained else "thawed"
-                raise ModelError(
-                    f"{name} was {what} after rt.shard, and other stages share this weight, which "
-                    "do not know of it",
-                    hint="freeze or train a weight that stages share from the start",
-                )
-
-    def _identities(self, model: nn.Module) -> dict[str, Parameter | nn.Module | None]:
-        """Return parameters by name; for a gathered one the module that holds it.
-
-        A gathered parameter is another object than its shard, so only its module identifies it.
-        """
-        identities: dict[str, Parameter | nn.Module | None] = {}
-        for name, param in model.named_parameters(remove_duplicate=False):
-            holder, _, _ = name.rpartition(".")
-            if name not in self._gathered:
-                identities[name] = param
-            else:  # None for the model itself: it cannot be replaced, and must not be kept alive
-                identities[name] = model.get_submodule(holder) if holder else None
-        return identities
 
 
 class _MicroBatches(Protocol):
@@ -253,15 +195,23 @@ class ShardedModel:
         sequences: The part of each sequence that a rank has; None without style `context`.
         known: What is known of each output of a micro-batch of a plan of mode auto.
         verifier: Compares the first steps with one process; None without `verify`.
+        batches: Compares the batches of ranks that share samples; None on one rank.
         copies: The copies of each micro-batch; None without.
+        activations: Those that wait on the host; None without `offload`.
+        host_step: Has steps overlap the next forward; None without `optimizer.offload: overlap`.
         origin: Names and library of the model before `shard`.
+        remote: Parameters that live on servers; None without.
     """
 
     verifier: _Verifier | None = None
     origin: Origin | None = None
+    remote: RemoteParameters | None = None
     is_watched = False
     sequences: _Sequences | None = None
+    batches: EqualBatches | None = None
     copies: Copies | None = None
+    activations: Activations | None = None
+    host_step: OverlappedStep | None = None
     known: Sequence[Known] = ()
 
     def __init__(
@@ -371,6 +321,8 @@ class ShardedModel:
         """
         if self._snapshot:
             self._snapshot.check()
+        if self.host_step:
+            self.host_step.check(optimizer)
         self._check_data()
         if self.is_pipeline or self.has_fixed_shapes:
             check_global_hooks("pipeline" if self._snapshot else "mode: auto")

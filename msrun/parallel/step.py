@@ -26,6 +26,7 @@ from msrun.parallel.losses.batch import (
     StepBatch,
     batch_size,
     check_target,
+    has_samples_first,
     move,
     own_loss,
     read_batch,
@@ -76,9 +77,11 @@ def run_step(
     if loss_fn is None and (is_cut or sharded.is_pipeline):
         values = without_items(values)
     values = StepBatch(*move(tuple(values), context.device))
+    if sharded.batches:
+        sharded.batches.count_step(values)
     if sharded.sequences:
         values = sharded.sequences.cut(model, values)
-    optimizer.zero_grad()
+    _drop_gradients(sharded, optimizer)
     scale = loss_scale.value if loss_scale else 1.0
     compute = partial(_gradients, config, context, sharded, loss_fn, values, scale=scale)
     if sharded.verifier is None:
@@ -98,11 +101,28 @@ def run_step(
     is_finite = loss_scale is None or loss_scale.unscale(sharded.parameters(), context.device)
     if max_norm is not None and is_finite:
         clip(config, context, sharded, max_norm)
-    if loss_scale is None:
-        optimizer.step()
-    elif is_finite:
-        loss_scale.step(optimizer)
+    if is_finite:
+        step = optimizer.step if loss_scale is None else partial(loss_scale.step, optimizer)
+        _update(sharded, optimizer, step)
     return loss
+
+
+def _drop_gradients(sharded: ShardedModel, optimizer: torch.optim.Optimizer) -> None:
+    """Drop the gradients of the step before."""
+    if sharded.host_step:
+        sharded.host_step.drop_gradients(optimizer)
+    else:
+        optimizer.zero_grad()
+
+
+def _update(
+    sharded: ShardedModel, optimizer: torch.optim.Optimizer, step: Callable[[], object]
+) -> None:
+    """Call `step`, which updates the parameters of `optimizer`, or have it begin."""
+    if sharded.host_step:
+        sharded.host_step.start(optimizer, step)
+    else:
+        step()
 
 
 def _check_end(end: EpochEnd, sharded: ShardedModel, *, returns_loss: bool) -> None:
@@ -146,10 +166,11 @@ def _gradients(
         device=context.device,
         scale=scale,
     )
-    train = _train_pipeline if sharded.is_pipeline else _train
-    # In the first step they run one after the other, which shows what they would mix up.
-    if sharded.copies and sharded.is_watched and sharded.verifier is None:
-        train = _train_copies
+    # In the first step copies run one after the other, which shows what they would mix up.
+    has_turns = sharded.copies and sharded.is_watched and sharded.verifier is None
+    train = _train_copies if has_turns else _train
+    if sharded.is_pipeline:
+        train = partial(_train_pipeline, copies=sharded.copies if has_turns else None)
     looks = not (sharded.is_watched or sharded.verifier or config.batch_norm == "local")
     order = sharded.order
     if order:
@@ -157,8 +178,9 @@ def _gradients(
     compared = order.compared_later() if order else contextlib.nullcontext()
     # What is watched must be seen.
     seen = sharded.uncompiled() if looks else contextlib.nullcontext()
+    in_step = sharded.batches.in_step() if sharded.batches else contextlib.nullcontext()
     try:
-        with sharded.hooks.suspended(), compared, seen:
+        with sharded.hooks.suspended(), compared, seen, in_step:
             tally = train(context, sharded, ranks, loss_fn, values, looks=looks)
     finally:
         context.batch.parts = 1
@@ -175,6 +197,8 @@ def _gradients(
         sharded.pipeline().settle(tally, ranks)
     context.batch.scale = tally.scale
     sharded.is_watched = True  # only now, as a refused step may be tried again
+    if sharded.remote:
+        sharded.remote.complete_gradients()
     sharded.hooks.run()
     return loss
 
@@ -200,7 +224,10 @@ def clip(
     counted_elsewhere: Collection[Parameter] = ()
     pipeline = None
     if context.layout.size(DATA_AXIS) > 1:
-        unreduced = dict.fromkeys(sharded.excluded(), context.group(DATA_AXIS))
+        # Servers know the norm of the sum of gradients.
+        summed = sharded.remote.parameters if sharded.remote else ()
+        excluded = [param for param in sharded.excluded() if param not in summed]
+        unreduced = dict.fromkeys(excluded, context.group(DATA_AXIS))
     tables = [(param, rows_of(param)) for param in sharded.parameters()]
     unreduced |= {param: rows.group for param, rows in tables if rows}
     if sharded.is_pipeline:
@@ -224,11 +251,11 @@ def check_clip(config: ParallelConfig, context: RankContext) -> None:
             f" (size {next(iter(axes.values()))}), so there is no norm of the whole model",
             hint="clip in the script, with all_reduce of msrun.parallel.collectives",
         )
-    if config.servers:
+    if config.servers and config.servers.staleness:
         raise ModelError(
-            f"{ROOT}.servers: the norm of all gradients is known to no rank, as servers add those "
-            "of their parameters",
-            hint="clip in the loss, or keep the parameters whose norm counts out of servers",
+            f"{ROOT}.servers: with a staleness servers step with each rank's gradient alone, so "
+            "there is no norm of all gradients",
+            hint="choose sync: true to clip by a norm",
         )
 
 
@@ -262,7 +289,7 @@ def _train(
     # So do experts exchange tokens, and ranks that share an image its rows.
     must_join = sharded.order is not None or sharded.exchanges_tokens
     may_skip = ranks.size > 1 and not must_join and context.images is None
-    looks = looks and _may_look(sharded, tally, len(parts))
+    looks = looks and _may_look(sharded, tally, len(parts), known)
     absent = 0  # parts whose loss depends on no output
     for index, part in enumerate(parts):
         is_last = index == len(parts) - 1
@@ -275,8 +302,8 @@ def _train(
                 seen = part.target if sharded.has_fixed_shapes else part
                 watch = SampleWatch(seen, measured, dim)
                 loss = _watched(sharded, tally, loss_fn, part, watch)
-                if error := watch.read(loss.value, is_cut=len(parts) > 1):
-                    tally.refuse(error)
+                is_known = has_samples_first(part, known)
+                tally.refuse_if(watch.read(loss.value, is_cut=len(parts) > 1, is_known=is_known))
             else:
                 is_planned = sharded.has_fixed_shapes
                 loss = _loss(model, tally, loss_fn, part, measured, is_planned=is_planned)
@@ -318,7 +345,7 @@ def _train_copies(
         with in_part, sharded.computing():
             sizes = [batch_size(part) for part in group]
             pairs = zip(group, sizes, strict=True)
-            losses = copies.losses([partial(_loss, model, tally, loss_fn, *pair) for pair in pairs])
+            losses = copies.run([partial(_loss, model, tally, loss_fn, *pair) for pair in pairs])
             for loss, samples in zip(losses, sizes, strict=True):
                 if is_zero:
                     _check_joins(context, sharded, loss.value)
@@ -333,12 +360,19 @@ def _train_copies(
     return tally
 
 
-def _may_look(sharded: ShardedModel, tally: LossTally, parts: int) -> bool:
-    """Return whether to look for what mixes samples; then `tally` may refuse."""
+def _may_look(sharded: ShardedModel, tally: LossTally, parts: int, known: int) -> bool:
+    """Return whether to look for what mixes samples; then `tally` may refuse.
+
+    Args:
+        sharded: The model.
+        tally: Of the step.
+        parts: Micro-batches.
+        known: Samples, if a loader said how many there are; else 0.
+    """
     # A plan of mode auto has the samples of all ranks, and micro-batches have not.
     has_all = sharded.has_fixed_shapes and parts == 1
     looks = not (has_all or tally.is_whole or is_compiled(sharded.model()))
-    if looks and parts > 1:
+    if looks and (parts > 1 or known):
         tally.may_refuse()
     return looks
 
@@ -399,13 +433,14 @@ def _loss(
         samples: In it.
         is_planned: Whether ranks run a plan of mode auto together.
     """
+    inputs = tensors_in([part.inputs, part.named])
     if loss_fn is None:
         whole = tally.is_whole
         run = partial(model, *part.inputs, **part.named)
-        return tally.measure(lambda: own_loss(run(), is_whole=whole), samples)
+        return tally.measure(lambda: own_loss(run(), is_whole=whole), samples, inputs=inputs)
     output = model(*part.inputs, **part.named)
     data = tensors_in([output, part.target])
-    loss = tally.measure(partial(loss_fn, output, part.target), samples, data)
+    loss = tally.measure(partial(loss_fn, output, part.target), samples, data, inputs)
     if is_planned:  # its backward pass waits for other ranks
         return replace(loss, value=attached(loss.value, tensors_in(output)))
     return loss
@@ -419,8 +454,12 @@ def _train_pipeline(
     batch: StepBatch,
     *,
     looks: bool,
+    copies: Copies | None,
 ) -> LossTally:
-    """Run the schedule; gradients are reduced once, after the last micro-batch."""
+    """Run the schedule; gradients are reduced once, after the last micro-batch.
+
+    With `copies` those of a micro-batch take turns in each stage.
+    """
     pipeline = sharded.pipeline()
     inputs = pipeline.arguments(batch)
     context.batch.parts = pipeline.microbatches
@@ -430,8 +469,9 @@ def _train_pipeline(
     # The schedule runs many backward passes in an order of its own; none of them is the last one
     # for all parameters, so gradients are reduced after it.
     with sharded.paused(), sharded.computing():
-        items, target = batch.items, batch.target
-        tally = pipeline.train_step(inputs, target, loss_fn, ranks, looks=looks, items=items)
+        tally = pipeline.train_step(
+            inputs, batch.target, loss_fn, ranks, looks=looks, items=batch.items, copies=copies
+        )
     tally.combine()
     sharded.reduce()
     pipeline.reduce_tied()

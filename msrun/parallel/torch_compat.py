@@ -11,10 +11,11 @@ import io
 import json
 import logging
 import sys
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import AbstractContextManager, contextmanager, nullcontext, redirect_stderr
-from functools import partial
-from types import FrameType
+from functools import partial, wraps
+from pathlib import Path
+from types import CodeType, FrameType
 from typing import TYPE_CHECKING, Any
 
 import torch
@@ -29,6 +30,8 @@ if TYPE_CHECKING:
     from torch.distributed.tensor.placement_types import Placement
     from torch.overrides import TorchFunctionMode
 
+# Their functions of autograd know what they get.
+_NOT_OWN = ("torch.", "msrun.")
 _REENTRANT = checkpoint.CheckpointFunction.forward.__code__
 
 
@@ -109,6 +112,35 @@ class _ShardMove:
         return torch.cat(moved.tensor_split(size), gather_dim) if gather_dim else moved
 
 
+def apply_own_functions_by_modes() -> None:
+    """Have a mode with `apply_own` run each `torch.autograd.Function` of a script or a library.
+
+    torch tells modes of functions nothing of these.  It applies to the process.
+    """
+    kind: Any = torch.autograd.Function
+    original = vars(kind)["apply"].__func__
+    if not hasattr(original, "applies_by_modes"):
+        kind.apply = classmethod(_by_modes(original))
+
+
+def _by_modes(original: Callable[..., Any]) -> Callable[..., Any]:
+    from torch import overrides
+
+    @wraps(original)
+    def apply(kind: type, *args: Any, **kwargs: Any) -> Any:
+        run = partial(original, kind)
+        has_modes = torch._C._len_torch_function_stack()  # noqa: SLF001 - there is no public form
+        if not has_modes or kind.__module__.startswith(_NOT_OWN):
+            return run(*args, **kwargs)
+        for mode in reversed(overrides._get_current_function_mode_stack()):  # noqa: SLF001
+            if (apply_own := getattr(mode, "apply_own", None)) is not None:
+                return apply_own(kind, run, args, kwargs)
+        return run(*args, **kwargs)
+
+    vars(apply)["applies_by_modes"] = True
+    return apply
+
+
 def functional_collective(name: str, x: Tensor, *options: Any, group: dist.ProcessGroup) -> Tensor:
     """Run the functional collective `name` on `x` and return its result, a new tensor.
 
@@ -121,10 +153,15 @@ def functional_collective(name: str, x: Tensor, *options: Any, group: dist.Proce
         options: Arguments between the tensor and the group in the operator's schema.
         group: Group whose ranks all call this.
     """
+    return begin_collective(name, x, *options, group=group)()
+
+
+def begin_collective(
+    name: str, x: Tensor, *options: Any, group: dist.ProcessGroup
+) -> Callable[[], Tensor]:
+    """Start `functional_collective`, and return what waits for it and returns its result."""
     operators = torch.ops._c10d_functional  # noqa: SLF001 - the public operators are in place
-    pending = getattr(operators, name)(x, *options, group.group_name)
-    result: Tensor = operators.wait_tensor(pending)
-    return result
+    return partial(operators.wait_tensor, getattr(operators, name)(x, *options, group.group_name))
 
 
 def is_pending(tensor: Tensor) -> bool:
@@ -289,6 +326,7 @@ def watch_units(
     *,
     changed: Callable[[str], None] = lambda _: None,
     completed: Callable[[list[str], list[str]], None] = lambda *_: None,
+    written: Callable[[str], None] = lambda _: None,
 ) -> None:
     """Call back when modules of `fully_shard` in `model` gather or reduce.
 
@@ -307,6 +345,8 @@ def watch_units(
             another one than before the first forward, before torch fails.
         completed: Called before a module reduces, with the names of its parameters that get zeros
             and had no gradient before, and of those that have one.
+        written: Called with the name of a parameter that a script wrote while it was gathered in
+            another type; others keep what was written.
     """
     from torch.distributed.fsdp import FSDPModule, fully_shard
 
@@ -316,6 +356,89 @@ def watch_units(
             for group in state._fsdp_param_groups:  # noqa: SLF001
                 check = partial(_check_gradients, group, sparse, changed, completed)
                 _watch_unit(group, partial(gathered, name), reduced, check, differentiated)
+                _keep_what_is_written(group, written)
+
+
+def _keep_what_is_written(group: Any, written: Callable[[str], None]) -> None:
+    """Have shards get what a script writes to gathered parameters, as in its forward."""
+    wait_for_unshard, to_sharded = group.wait_for_unshard, group._to_sharded  # noqa: SLF001
+    counts: list[int] = []
+
+    def counting_wait_for_unshard() -> None:
+        is_gathered_anew = group._all_gather_result is not None  # noqa: SLF001
+        wait_for_unshard()
+        if is_gathered_anew:
+            counts[:] = _write_counts(group)
+
+    def keeping_to_sharded() -> None:
+        if not group.is_sharded and counts:
+            _keep_writes(group, counts, written)
+        to_sharded()
+
+    group.wait_for_unshard, group._to_sharded = counting_wait_for_unshard, keeping_to_sharded  # noqa: SLF001
+
+
+def _write_counts(group: Any) -> list[int]:
+    return [write_count(param._unsharded_param) for param in group.fsdp_params]  # noqa: SLF001
+
+
+def writes_to_frozen(model: nn.Module) -> dict[str, int]:
+    """Return how often frozen parameters of `fully_shard` in `model` were written, by name."""
+    found = {}
+    for param in _gathered(model):
+        if not param.sharded_param.requires_grad:
+            whole = getattr(param, "_unsharded_param", None)
+            count = 0 if whole is None else write_count(whole)
+            found[param._param_fqn] = count + write_count(param.sharded_param.to_local())  # noqa: SLF001
+    return found
+
+
+@torch.no_grad()
+def _keep_writes(group: Any, counts: list[int], written: Callable[[str], None]) -> None:
+    """Give shards what was written to gathered parameters, which are released next."""
+    for param, before, now in zip(group.fsdp_params, counts, _write_counts(group), strict=True):
+        if before == now:
+            continue
+        whole, part = param._unsharded_param.detach(), param.sharded_param.to_local()  # noqa: SLF001
+        if whole.dtype != part.dtype or not part.is_floating_point():
+            written(param._param_fqn)  # noqa: SLF001
+            continue
+        dim, mesh = param.fsdp_placement.dim, param.mesh_info
+        local = whole.to_local() if hasattr(whole, "to_local") else whole
+        chunks = local.chunk(mesh.shard_mesh_size, dim)
+        if mesh.shard_mesh_rank < len(chunks):
+            part.copy_(chunks[mesh.shard_mesh_rank])
+    counts[:] = _write_counts(group)
+
+
+def before_gathers(model: nn.Module, call: Callable[[list[Any]], None]) -> None:
+    """Have `call` run before modules of `fully_shard` in `model` gather, with what they gather.
+
+    Args:
+        model: The model, of which some modules may be of `fully_shard`.
+        call: Gets the sharded parameters of a module.
+    """
+    from torch.distributed.fsdp import FSDPModule, fully_shard
+
+    for module in model.modules():
+        if not isinstance(module, FSDPModule):
+            continue
+        state: Any = fully_shard.state(module)  # type: ignore[attr-defined]
+        for group in state._fsdp_param_groups:  # noqa: SLF001
+            plain = group.unshard
+
+            def unshard(*options: Any, group: Any = group, plain: Any = plain, **named: Any) -> Any:
+                call([param.sharded_param for param in group.fsdp_params])
+                return plain(*options, **named)
+
+            group.unshard = unshard
+
+
+def is_first_of_step_hooks(optimizer: torch.optim.Optimizer, handle: Any) -> bool:
+    """Put the hook of `handle` before all others after steps; return whether there are others."""
+    hooks: Any = optimizer._optimizer_step_post_hooks  # noqa: SLF001 - there is no public form
+    hooks.move_to_end(handle.id, last=False)
+    return len(hooks) > 1
 
 
 def _watch_unit(
@@ -534,6 +657,11 @@ def is_in_backward() -> bool:
     At the end of each autograd node torch restores the modes that were active at its start.
     """
     return int(torch._C._current_graph_task_id()) != -1  # noqa: SLF001 - there is no public form
+
+
+def is_to_run(step: Any) -> bool:
+    """Return whether the running backward pass runs a step of autograd, or has run it."""
+    return bool(torch._C._will_engine_execute_node(step))  # noqa: SLF001 - there is no public form
 
 
 def checkpointed() -> object | None:
@@ -782,12 +910,17 @@ def note_step(optimizer: torch.optim.Optimizer) -> None:
 def replace_list_functions(
     kind_of: Callable[[Tensor], object | None],
     norm_of: Callable[[list[Tensor], float], Tensor | None],
+    unscaled: Callable[[Callable[..., None], list[Tensor], Tensor, Tensor], None],
 ) -> None:
-    """Have torch's clipping and averages of models split lists by kind; a second call is none.
+    """Have torch's clipping, averages of models and loss scales take lists of several kinds.
+
+    A second call does nothing.
 
     Args:
         kind_of: Returns the kind of a tensor beside its device and type; None for plain ones.
         norm_of: Returns a norm of tensors; None leaves it to torch.
+        unscaled: Takes torch's function that unscales gradients in place, and what it takes: they,
+            the number that tells of one that is not finite, and the inverse scale.
     """
     from torch.nn import utils
     from torch.nn.utils import clip_grad
@@ -814,6 +947,8 @@ def replace_list_functions(
         return norm
 
     total_norm.of_msrun = True  # type: ignore[attr-defined]
+    unscale: Any = torch._amp_foreach_non_finite_check_and_unscale_
+    torch._amp_foreach_non_finite_check_and_unscale_ = partial(unscaled, unscale)
     clip_grad._get_total_norm = total_norm  # noqa: SLF001
     utils.get_total_norm = total_norm
     for module in (clip_grad, swa_utils):
@@ -900,6 +1035,67 @@ def is_compiled_in_place(module: nn.Module) -> bool:
     return module._compiled_call_impl is not None  # noqa: SLF001 - there is no public form
 
 
+_TORCH = Path(torch.__file__).parent
+_KEEP_OFF_COMPILER = frozenset(map(str, (_TORCH / "_compile.py", _TORCH / "_dynamo/eval_frame.py")))
+
+
+def keeps_off_compiler(code: CodeType) -> bool:
+    """Return whether a function only calls another one, off which it keeps torch's compiler.
+
+    torch decorates `manual_seed` so, and `checkpoint`: both have the code of the decorator.
+    """
+    return code.co_filename in _KEEP_OFF_COMPILER
+
+
+def call_of(module: nn.Module) -> Callable[..., Any]:
+    """Return what a call of `module` runs: its hooks and its forward."""
+    found: Callable[..., Any] = module._compiled_call_impl or module._call_impl  # noqa: SLF001
+    return found
+
+
+@contextmanager
+def calls_replaced(calls: Mapping[nn.Module, Callable[..., Any]]) -> Iterator[None]:
+    """Have a call of each module run something else in place of hooks and forward, inside."""
+    kept = {module: vars(module).get("_compiled_call_impl") for module in calls}
+    for module, call in calls.items():
+        vars(module)["_compiled_call_impl"] = call
+    try:
+        yield
+    finally:
+        for module, own in kept.items():
+            vars(module).pop("_compiled_call_impl", None)
+            if own is not None:
+                vars(module)["_compiled_call_impl"] = own
+
+
+def never_compile(module: nn.Module, reason: str) -> None:
+    """Have `module` run as it is written, also where a script compiles it now or later.
+
+    Modules inside of it may be compiled.
+    """
+    own: Any = module
+    own._compiled_call_impl = None  # noqa: SLF001 - what `module.compile()` sets
+    own._call_impl = _Uncompiled(own._call_impl, reason)  # noqa: SLF001 - what it compiles
+
+
+class _Uncompiled:
+    """A function that no compiler follows."""
+
+    def __init__(self, plain: Callable[..., Any], reason: str) -> None:
+        self._plain, self._reason = plain, reason
+        self._run = torch.compiler.disable(plain, reason=reason)
+
+    def __getstate__(self) -> dict[str, Any]:
+        return {name: value for name, value in vars(self).items() if name != "_run"}
+
+    def __setstate__(self, state: dict[str, Any]) -> None:
+        vars(self).update(state)
+        self._run = torch.compiler.disable(self._plain, reason=self._reason)
+
+    def __call__(self, *args: Any, **kwargs: Any) -> Any:
+        return self._run(*args, **kwargs)
+
+
 @contextmanager
 def parameters_replaced(module: nn.Module, tensors: dict[str, Tensor]) -> Iterator[None]:
     """Have `module` find plain `tensors` under the names of its parameters, inside."""
@@ -910,6 +1106,26 @@ def parameters_replaced(module: nn.Module, tensors: dict[str, Tensor]) -> Iterat
         yield
     finally:
         own.update(kept)
+
+
+def own_parameters(model: nn.Module) -> Iterator[tuple[nn.Module, dict[str, Any]]]:
+    """Yield each module that has parameters with these by name, at each place that it has.
+
+    `named_parameters` takes ten times as long, which counts in every step.
+    """
+    left = [model]
+    while left:
+        module = left.pop()
+        if module._parameters:  # noqa: SLF001
+            yield module, module._parameters  # noqa: SLF001
+        left.extend(child for child in module._modules.values() if child is not None)  # noqa: SLF001
+
+
+def unoptimized_scripts() -> AbstractContextManager[None]:
+    """Return a context in which functions of TorchScript run as written, on this thread."""
+    jit: Any = torch.jit  # whose types leave it out
+    context: AbstractContextManager[None] = jit.optimized_execution(should_optimize=False)
+    return context
 
 
 @contextmanager
@@ -985,6 +1201,38 @@ def fake_mode() -> Any:
     from torch._subclasses import FakeTensorMode
 
     return FakeTensorMode(allow_non_fake_inputs=True)
+
+
+@contextmanager
+def fake_ranks(count: int) -> Iterator[None]:
+    """Inside, this process is the first of `count` ranks, whose collectives send nothing.
+
+    Process groups that are there before stay as they are: nothing is sent, and the numbers by which
+    torch names further groups, alike on all ranks, go on as without this.
+    """
+    from torch.distributed import distributed_c10d as c10d
+    from torch.testing._internal.distributed.fake_pg import FakeStore
+
+    world, hook = c10d._world, sys.excepthook  # noqa: SLF001
+    before, number, there = world.default_pg, world.group_count, set(world.pg_map)
+    method, backend = c10d._default_pg_init_method, c10d._backend  # noqa: SLF001
+    c10d._update_default_pg(None)  # noqa: SLF001
+    try:
+        dist.init_process_group("fake", store=FakeStore(), rank=0, world_size=count)
+        yield
+    finally:
+        # First: torch ends all groups together with the default one.
+        c10d._update_default_pg(before)  # noqa: SLF001
+        for group in set(world.pg_map) - there:
+            dist.destroy_process_group(group)
+        c10d._default_pg_init_method, c10d._backend = method, backend  # noqa: SLF001
+        world.group_count, sys.excepthook = number, hook
+
+
+def without_functions() -> AbstractContextManager[Any]:
+    """Return a context in which no mode and no subclass sees what functions of torch are called."""
+    disabled: AbstractContextManager[Any] = torch._C.DisableTorchFunction()  # noqa: SLF001
+    return disabled
 
 
 def with_values() -> AbstractContextManager[Any]:

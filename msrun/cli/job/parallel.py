@@ -10,7 +10,7 @@ from msrun.errors import UsageError
 
 if TYPE_CHECKING:
     from msrun.parallel.config import ParallelConfig
-    from msrun.parallel.layout import MeshLayout
+    from msrun.parallel.notation.mesh_layout import MeshLayout
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

@@ -34,7 +34,8 @@ _ELF = b"\x7fELF"
 _SHELL = re.compile(rb"#![^\n]*\b((?:ba|da|z|k)?sh)\b[^\n]*\n(?!['\"])")
 _START = 256
 _NOT_IN_ID = re.compile(r"[^A-Za-z0-9_.-]+")
-_ID_STEM_MAX = 40
+# With what follows it, the name of a job in Kubernetes has to have room for that of its pods.
+_ID_STEM_MAX = 29
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

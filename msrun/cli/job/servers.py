@@ -9,7 +9,7 @@ from msrun.job import Framework, JobSpec, ProgramKind
 
 
 def check_servers(settings: Settings, job: JobSpec) -> None:
-    """Refuse servers that no worker of `job` could use, or that would have to move.
+    """Refuse servers that no worker of `job` could use, or that nobody could place.
 
     Raises:
         UsageError: There are such servers.
@@ -27,9 +27,9 @@ def check_servers(settings: Settings, job: JobSpec) -> None:
             f"{given.cite()} serves workers of torch, and --framework mindspore has none",
             hint="leave one of them out",
         )
-    if job.nnodes_min < job.nnodes_max:
+    if job.nnodes_min < job.nnodes_max and not job.is_elastic:
         raise UsageError(
-            f"{given.cite()} needs a fixed number of nodes, not {job.nnodes_min} to "
-            f"{job.nnodes_max}: servers do not move",
-            hint="give --nnodes one number",
+            f"{given.cite()} with --worker-num needs a fixed number of nodes, not "
+            f"{job.nnodes_min} to {job.nnodes_max}",
+            hint="give --nnodes one number, or the workers of each node: --nproc-per-node",
         )

@@ -12,7 +12,8 @@ from msrun.cli.render.section import TextSection
 from msrun.units import counted
 
 if TYPE_CHECKING:
-    from msrun.parallel.layout import MeshLayout
+    from msrun.parallel.config import ParallelConfig
+    from msrun.parallel.notation.mesh_layout import MeshLayout
 
 # Rows of a table, and ranks of a row; a mesh of thousands repeats itself soon.
 SHOWN_MAX = 16
@@ -50,7 +51,26 @@ def sections(parallel: Parallel | None, *, is_all: bool) -> list[TextSection]:
     translated = [
         TextSection(heading="words of MindSpore", columns=("given", "read as"), rows=tuple(words))
     ]
-    return [*(translated if words else []), *_mesh_sections(parallel.layout, is_all=is_all)]
+    tensors = _named_tensors(parallel.config)
+    named = TextSection(
+        heading="inputs and outputs of modules", columns=("modules", "tensor", "axes"), rows=tensors
+    )
+    mesh = _mesh_sections(parallel.layout, is_all=is_all)
+    return [*(translated if words else []), *mesh, *([named] if tensors else [])]
+
+
+def _named_tensors(config: ParallelConfig) -> tuple[tuple[str, ...], ...]:
+    """Return what rules say of several inputs or outputs of modules: modules, tensor, axes."""
+    from msrun.parallel.notation.dims import shown_dims
+    from msrun.parallel.settings.plan_rules import PlanRule, placed_tensors
+
+    rules = [] if isinstance(config.plan, str) else config.plan
+    return tuple(
+        (rule.match or "the model", tensor, shown_dims(dims))
+        for rule in rules
+        if isinstance(rule, PlanRule) and not rule.style
+        for tensor, dims in placed_tensors(rule)
+    )
 
 
 def _mesh_sections(layout: MeshLayout | None, *, is_all: bool) -> list[TextSection]:

@@ -23,7 +23,7 @@ SUMMARY = (
     "recommend the first that fits the memory of a rank.  FUNCTION takes no arguments and returns "
     "the model and its inputs: a tuple, or a mapping by name; tensors get no memory."
 )
-_GIB = 2**30
+_GIB, _MIB = 2**30, 2**20
 _OPTIMIZERS = ("adam", "momentum", "sgd")
 _WORLD_MAX = 1 << 20
 
@@ -47,11 +47,12 @@ def advise(args: Sequence[str], system: System) -> int:
     if not found.chosen:
         least = min(row.nbytes for row in found.rows)
         raise UsageError(
-            f"--memory {found.memory / _GIB:.3g}GiB: no technique that advise knows fits; the "
-            f"smallest takes {least / _GIB:.3g} GiB",
-            hint="divide operators or layers too: msrun search finds a mesh with them",
+            f"--memory {_size(found.memory)}: no technique that advise knows fits; the "
+            f"smallest takes {_size(least)}",
+            hint="take more ranks or a smaller --batch; msrun search also finds meshes of several "
+            "axes",
         )
-    say_notes(["the estimate leaves out what the device and fragmentation take"])
+    say_notes([*found.notes, "the estimate leaves out what the device and fragmentation take"])
     return 0
 
 
@@ -104,6 +105,7 @@ def _advice(given: dict[str, Any]) -> Any:
         batch=given["batch"] and _number("--batch", given["batch"]),
         optimizer=given["optimizer"],
         is_host=topology.name == "cpu",
+        per_node=topology.per_node,
     )
     return module.advise(request)
 
@@ -120,21 +122,25 @@ def _yaml(config: dict[str, Any]) -> str:
     return str(yaml.safe_dump({"parallel": config}, sort_keys=False, default_flow_style=None))
 
 
+def _size(nbytes: int) -> str:
+    return f"{nbytes / _GIB:.3g} GiB" if nbytes >= _GIB else f"{nbytes / _MIB:.3g} MiB"
+
+
 def _sections(found: Any, given: dict[str, Any], text: str) -> list[TextSection]:
     facts = (
         ("model", given["target"]),
         ("parameters", f"{found.params:,}"),
         ("ranks", given["world"]),
-        ("memory", f"{found.memory / _GIB:.3g} GiB a rank"),
+        ("memory", f"{_size(found.memory)} a rank"),
         ("local batch", f"{found.local} samples"),
         ("recommended", found.chosen or "nothing fits"),
     )
     rows = tuple(
         (
             row.name,
-            f"{row.nbytes / _GIB:.3g} GiB",
-            "yes" if row.fits else f"no, {(row.nbytes - found.memory) / _GIB:.3g} GiB too many",
-            f"{row.sent / _GIB:.3g} GiB",
+            _size(row.nbytes),
+            "yes" if row.fits else f"no, {_size(row.nbytes - found.memory)} too many",
+            _size(row.sent),
             row.cost,
         )
         for row in found.rows
@@ -144,6 +150,9 @@ def _sections(found: Any, given: dict[str, Any], text: str) -> list[TextSection]
         TextSection(heading="advice", rows=facts),
         TextSection(heading="techniques, the cheapest first", columns=columns, rows=rows),
     ]
+    if found.refused:
+        reasons = tuple(found.refused.items())
+        sections.append(TextSection(heading="not for this model", rows=reasons))
     if found.chosen:
         lines = tuple((line,) for line in text.rstrip().splitlines())
         sections.append(TextSection(heading="configuration", rows=lines))

@@ -179,12 +179,11 @@ def drain(args: Sequence[str], system: System) -> int:
 def scale(args: Sequence[str], system: System) -> int:
     """Change the number of servers, or say how nodes of a job come and go that runs here."""
     given = parse("scale", SCALE, args, NODES, SERVERS, JSON)
-    if given["servers"] is not None:
-        if given["nodes"] is not None:
-            raise UsageError("--servers and --nodes are two changes: give one at a time")
+    servers = parse_servers(given)
+    if servers is not None:
         from msrun.cluster.wire.control_messages import ScaleServers
 
-        return _order(given, ScaleServers(servers=_parse_servers(given)), system)
+        return _order(given, ScaleServers(servers=servers), system)
     if given["nodes"] is None:
         raise UsageError("msrun scale needs --servers N, or --launcher kubernetes and --nodes N")
     parse_nodes(given)
@@ -196,7 +195,16 @@ def scale(args: Sequence[str], system: System) -> int:
     )
 
 
-def _parse_servers(given: dict[str, Any]) -> int:
+def parse_servers(given: dict[str, Any]) -> int | None:
+    """Return what `--servers` gives, None where it is not there.
+
+    Raises:
+        UsageError: It is no number of servers, or `--nodes` is there, too.
+    """
+    if given["servers"] is None:
+        return None
+    if given["nodes"] is not None:
+        raise UsageError("--servers and --nodes are two changes: give one at a time")
     try:
         return parsers.whole(1, SERVERS_MAX)(given["servers"])
     except UsageError as error:
@@ -210,7 +218,7 @@ def parse_nodes(given: dict[str, Any]) -> int:
         UsageError: It is not there, or no number of nodes.
     """
     if given["nodes"] is None:
-        raise UsageError("msrun scale needs the number of nodes: --nodes N")
+        raise UsageError("msrun scale needs a number: --nodes N or --servers N")
     try:
         return parsers.whole(1, _NODES_MAX)(given["nodes"])
     except UsageError as error:

@@ -23,8 +23,8 @@ if TYPE_CHECKING:
 
 SUMMARY = (
     "Find the fastest parallel plan of the model that FILE:FUNCTION builds, for a cluster that "
-    "need not exist.  FUNCTION takes no arguments and returns the model and a tuple of inputs; its "
-    "tensors get no memory."
+    "need not exist.  FUNCTION takes no arguments and returns the model and its inputs: a tuple, "
+    "or a mapping by name; tensors get no memory."
 )
 DIFF_SUMMARY = "Show what differs between two plans that `msrun search -o` wrote."
 _EPILOG = "`msrun search diff A B` compares two plans."
@@ -166,7 +166,7 @@ def _search(given: Mapping[str, Any]) -> SavedPlan:
         raise UsageError(f"--mode {given['mode']} needs --rules, from which layouts spread")
     budget = parse_duration(given["budget"])
     # By name, since nothing outside `msrun.parallel` may need torch.
-    module = importlib.import_module("msrun.parallel.auto.offline_search")
+    module = importlib.import_module("msrun.parallel.advise.module_search")
     request = module.SearchRequest(
         target=given["target"],
         world=_number("--world", given["world"], _RANKS_MAX),
@@ -220,6 +220,8 @@ def _sections(plan: SavedPlan) -> list[TextSection]:
         ("memory", f"{plan.memory / _GIB:.3g} GiB a rank"),
         ("gap", f"{gap} to the best plan on this mesh"),
     ]
+    if plan.config:
+        facts.pop()
     costs = [
         (name, f"{seconds:.4g} s", f"{seconds / plan.seconds:.1%}")
         for name, seconds in plan.costs.items()
@@ -227,7 +229,9 @@ def _sections(plan: SavedPlan) -> list[TextSection]:
     sections = [
         TextSection(heading="plan", rows=tuple(facts)),
         TextSection(heading="where the time goes", rows=tuple(costs)),
-        TextSection(
+        _configuration(plan)
+        if plan.config
+        else TextSection(
             heading="parameters",
             columns=("name", " x ".join(plan.mesh)),
             rows=tuple(families(plan.params)),
@@ -239,9 +243,21 @@ def _sections(plan: SavedPlan) -> list[TextSection]:
     return sections
 
 
+def _configuration(plan: SavedPlan) -> TextSection:
+    import yaml
+
+    text = yaml.safe_dump({"parallel": plan.config}, sort_keys=False, default_flow_style=None)
+    return TextSection(heading="configuration", rows=tuple((line,) for line in text.splitlines()))
+
+
 def _explained(plan: SavedPlan, pattern: str) -> list[TextSection]:
     from msrun.parallel.search.plan.plan import explain
 
+    if plan.config:
+        raise UsageError(
+            f"--explain {quoted(pattern)}: {plan.runs_on} divides whole modules, and no operators",
+            hint="leave out --explain: the output shows the configuration",
+        )
     rows = tuple(explain(plan, pattern))
     columns = ("name", "divided", "style", "inputs", "outputs")
     return [

@@ -2,31 +2,24 @@
 
 from __future__ import annotations
 
-import math
 from collections.abc import Sequence
 from typing import Any
 
 import msgspec
 from torch import nn
 
-from msrun.errors import UsageError
-from msrun.parallel.advise.simulate import Peaks, batch_norms, simulate
+from msrun.errors import ModelError, UsageError
+from msrun.parallel.advise.estimate import STATES, Estimator, axis_of, kind_of
 from msrun.parallel.advise.techniques import (
     SHARDED_PARAMETERS,
-    ModelBytes,
     Technique,
-    rank_bytes,
+    bubble,
+    divided,
+    rank,
     techniques,
-    traffic,
 )
-from msrun.parallel.auto.offline_search import make, resized
+from msrun.parallel.auto.offline_model import make
 from msrun.parallel.auto.tracing.structure import leaf_tensors
-from msrun.parallel.config import Optimizer, ParallelConfig, Recompute
-from msrun.parallel.data_parallel.zero import units
-from msrun.parallel.layers.recompute import find
-
-# States of the optimizer for each element of a parameter.
-STATES = {"adam": 2, "momentum": 1, "sgd": 0}
 
 
 class Row(msgspec.Struct, frozen=True, kw_only=True):
@@ -38,6 +31,7 @@ class Row(msgspec.Struct, frozen=True, kw_only=True):
         sent: Bytes that a rank sends in a step.
         cost: What it costs in time.
         fits: Whether the bytes are there.
+        config: Its configuration.
     """
 
     name: str
@@ -45,6 +39,7 @@ class Row(msgspec.Struct, frozen=True, kw_only=True):
     sent: int
     cost: str
     fits: bool
+    config: dict[str, Any]
 
 
 class Advice(msgspec.Struct, frozen=True, kw_only=True):
@@ -53,18 +48,22 @@ class Advice(msgspec.Struct, frozen=True, kw_only=True):
     Args:
         params: Number of parameters.
         memory: Bytes of a rank.
-        local: Samples of a rank in a step.
+        local: Samples of a data-parallel rank in a step.
         rows: Each technique that was looked at, the cheapest first.
+        refused: Technique -> why it is not for this model.
         chosen: Name of the first that fits; empty if none does.
         config: Its configuration.
+        notes: What the script has to do for it.
     """
 
     params: int
     memory: int
     local: int
     rows: list[Row]
+    refused: dict[str, str]
     chosen: str
     config: dict[str, Any]
+    notes: list[str]
 
 
 class AdviceRequest(msgspec.Struct, frozen=True, kw_only=True):
@@ -77,6 +76,7 @@ class AdviceRequest(msgspec.Struct, frozen=True, kw_only=True):
         batch: Samples of a step; None is those of the sample for each rank.
         optimizer: A key of `STATES`.
         is_host: Whether ranks train on hosts.
+        per_node: Ranks of a node.
     """
 
     target: str
@@ -85,6 +85,7 @@ class AdviceRequest(msgspec.Struct, frozen=True, kw_only=True):
     batch: int | None
     optimizer: str
     is_host: bool
+    per_node: int = 8
 
 
 def advise(request: AdviceRequest) -> Advice:
@@ -112,82 +113,90 @@ def advise_model(
         local: Samples of a rank in a step.
         request: The cluster.
     """
-    blocks = _blocks(model)
-    most = 1 if batch_norms(model) else local
-    sizes = _sizes(model, STATES[request.optimizer], request.world)
-    batch = sum(x.nbytes for x in leaf_tensors(resized(sample, local)))
-    known: dict[tuple[bool, int], Peaks] = {}
-    rows: list[Row] = []
-    chosen = Technique()
-    for one in techniques(most, can_recompute=bool(blocks), world=request.world):
-        key = (one.recompute, one.accumulate)
-        if any(row.fits for row in rows) and key not in known:
-            continue
-        if key not in known:
-            again = find(Recompute(modules=blocks), _names(model)) if one.recompute else []
-            known[key] = simulate(model, resized(sample, local // one.accumulate), again)
-        nbytes = rank_bytes(
-            one, sizes, known[key], batch, world=request.world, is_host=request.is_host
+    return _Advisor(model, sample, local, request).advice()
+
+
+class _Advisor:
+    """Looks at one technique after the other; see `advise_model`."""
+
+    def __init__(
+        self, model: nn.Module, sample: Sequence[Any], local: int, request: AdviceRequest
+    ) -> None:
+        self._model, self._local = model, local
+        self._request = request
+        self._estimator = Estimator(
+            model,
+            sample,
+            batch=local * request.world,
+            world=request.world,
+            states=STATES[request.optimizer],
+            is_host=request.is_host,
         )
-        if nbytes <= request.memory and not any(row.fits for row in rows):
-            chosen = one
-        rows.append(
-            Row(
-                name=one.name,
-                nbytes=nbytes,
-                sent=round(traffic(one, sizes, request.world)),
-                cost=_cost(one),
-                fits=nbytes <= request.memory,
-            )
+        self._rows: list[tuple[Technique, Row]] = []
+        self._refused: dict[str, str] = {}
+
+    def advice(self) -> Advice:
+        """Return the advice."""
+        request = self._request
+        plain = techniques(
+            self._local if self._estimator.can_cut else 1,
+            can_recompute=bool(self._estimator.blocks),
+            world=request.world,
         )
-    is_found = any(row.fits for row in rows)
-    return Advice(
-        params=sum(param.numel() for param in model.parameters()),
-        memory=request.memory,
-        local=local,
-        rows=rows,
-        chosen=chosen.name if is_found else "",
-        config=_config(chosen, blocks) if is_found else {},
-    )
+        for one in plain:
+            self._look(one, is_shown=self._estimator.has_run(one))
+        for one in divided(self._estimator.divisible(request.per_node)):
+            self._look(one, is_shown=not self._has(one))
+        rows = sorted(self._rows, key=lambda found: rank(found[0]))
+        chosen, row = next(((one, row) for one, row in rows if row.fits), (None, None))
+        return Advice(
+            params=sum(param.numel() for param in self._model.parameters()),
+            memory=request.memory,
+            local=self._local,
+            rows=[row for _, row in rows],
+            refused=self._refused,
+            chosen="" if row is None else row.name,
+            config={} if row is None else row.config,
+            notes=[] if chosen is None else _notes(chosen),
+        )
+
+    def _has(self, one: Technique) -> bool:
+        """Return whether there is a row of the kind of `one` already."""
+        return any(kind_of(other) == kind_of(one) for other, _ in self._rows)
+
+    def _look(self, one: Technique, *, is_shown: bool) -> None:
+        """Add the row of a technique: until one fits, and of what `is_shown`."""
+        cheaper = any(row.fits and rank(other) <= rank(one) for other, row in self._rows)
+        if (cheaper and not is_shown) or axis_of(one) in self._refused:
+            return
+        try:
+            nbytes, sent = self._estimator.nbytes(one)
+        except ModelError as error:
+            if one.is_plain:
+                raise
+            self._refused[axis_of(one)] = error.message
+            return
+        row = Row(
+            name=one.name,
+            nbytes=nbytes,
+            sent=round(sent),
+            cost=_cost(one),
+            fits=nbytes <= self._request.memory,
+            config=self._estimator.config(one),
+        )
+        self._rows.append((one, row))
 
 
-def _names(model: nn.Module) -> list[str]:
-    return [name for name, _ in model.named_modules()]
-
-
-def _sizes(model: nn.Module, states: int, world: int) -> ModelBytes:
-    trained = [param for param in model.parameters() if param.requires_grad]
-    inside = [
-        sum(p.nbytes for p in model.get_submodule(name).parameters())
-        for name in units(ParallelConfig(optimizer=Optimizer(zero=1)), model, ())
-    ]
-    params = sum(param.nbytes for param in trained)
-    others = [param.nbytes for param in model.parameters() if not param.requires_grad]
-    padding = sum(
-        param.nbytes // max(1, len(param)) * math.ceil(len(param) / world) - param.nbytes // world
-        for param in trained
-        if param.dim()
-    )
-    return ModelBytes(
-        params=params,
-        fixed=sum(others) + sum(buffer.nbytes for buffer in model.buffers()),
-        state=states * params,
-        largest=max((param.nbytes for param in trained), default=0),
-        unit=max(inside, default=0),
-        root=max(0, params - sum(inside)),
-        padding=max(0, padding),
-    )
-
-
-def _blocks(model: nn.Module) -> list[str]:
-    """Return patterns of the blocks of a model: members of its outermost lists of modules."""
-    found: list[str] = []
-    for name, module in model.named_modules():
-        is_list = isinstance(module, nn.ModuleList | nn.Sequential) and len(module) > 1
-        is_inside = any(f"{name}.".startswith(pattern[:-1]) for pattern in found)
-        if name and is_list and not is_inside and any(True for _ in module.parameters()):
-            found.append(f"{name}.*")
-    return found
+def _notes(one: Technique) -> list[str]:
+    if one.pp > 1:
+        return ["train by rt.step, and give the sample to rt.shard, by which stages are cut"]
+    if one.cp > 1:
+        return ["train by rt.step: ranks of cp get the same batch of whole sequences"]
+    if one.tp > 1:
+        return ["ranks of tp get the same batch, as rt.loader gives it"]
+    if one.ep > 1:
+        return ["the estimate is of tokens that spread evenly over experts"]
+    return []
 
 
 def _cost(one: Technique) -> str:
@@ -195,16 +204,9 @@ def _cost(one: Technique) -> str:
         "half as much traffic again": one.zero == SHARDED_PARAMETERS,
         "blocks compute their forward twice": one.recompute,
         f"{one.accumulate} smaller passes a step": one.accumulate > 1,
+        "tokens travel to their experts and back": one.ep > 1,
+        "ranks exchange tokens in each attention": one.cp > 1,
+        "ranks wait for each other in each block": one.tp > 1,
+        f"{one.microbatches} smaller passes a step, ranks wait {bubble(one):.0%}": one.pp > 1,
     }
     return ", ".join(text for text, is_so in costs.items() if is_so) or "none"
-
-
-def _config(one: Technique, blocks: list[str]) -> dict[str, Any]:
-    config: dict[str, Any] = {"mesh": {"dp": -1}}
-    if one.zero:
-        config["optimizer"] = {"zero": one.zero}
-    if one.recompute:
-        config["recompute"] = {"modules": blocks}
-    if one.accumulate > 1:
-        config["accumulate"] = one.accumulate
-    return config

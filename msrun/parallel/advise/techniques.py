@@ -16,12 +16,18 @@ from collections.abc import Iterator
 
 import msgspec
 
+from msrun.parallel.advise.simulate import Peaks
+from msrun.parallel.advise.stages import StageBytes
+
 # Two buckets of the default size: one is sent, the next is filled.
 _BUCKETS = 2 * 25 * 2**20
 # Buffers of a unit at a time: gathered, its copies, the next one's, gradients, those sent.
 _UNITS_WHOLE, _UNITS_SHARDED = 3, 5
 # Level of ZeRO that shards parameters between forward and backward too.
 SHARDED_PARAMETERS = 3
+# Ranks that share a model at most, and micro-batches for each stage: more would wait too little to
+# be worth smaller operators.
+_SHARED_MAX, _MICROBATCHES_MAX = 64, 4
 
 
 class ModelBytes(msgspec.Struct, frozen=True, kw_only=True):
@@ -35,6 +41,8 @@ class ModelBytes(msgspec.Struct, frozen=True, kw_only=True):
         unit: Of the parameters of the largest unit of ZeRO.
         root: Of the parameters in no unit.
         padding: That shards of uneven parameters add on a rank.
+        experts: Bytes of trained parameters that are of experts on ranks of their own.
+        copies: Ranks that have the same experts.
     """
 
     params: int
@@ -44,6 +52,12 @@ class ModelBytes(msgspec.Struct, frozen=True, kw_only=True):
     unit: int
     root: int
     padding: int
+    experts: int = 0
+    copies: int = 1
+
+    def share(self, world: int) -> float:
+        """Return the bytes of parameters of a rank, if ZeRO shards them over `world` ranks."""
+        return (self.params - self.experts) / world + self.experts / self.copies
 
 
 class Technique(msgspec.Struct, frozen=True, kw_only=True):
@@ -53,30 +67,56 @@ class Technique(msgspec.Struct, frozen=True, kw_only=True):
         zero: Level of ZeRO.
         recompute: Whether blocks recompute.
         accumulate: Micro-batches of a step.
+        tp: Ranks that share operators.
+        pp: Stages of a pipeline.
+        microbatches: Of the pipeline.
+        ep: Ranks that share experts, among those of data parallel.
+        cp: Ranks that share sequences.
+        kind: How they share attention, of `attention.KINDS`; empty is what sends less.
     """
 
     zero: int = 0
     recompute: bool = False
     accumulate: int = 1
+    tp: int = 1
+    pp: int = 1
+    microbatches: int = 1
+    ep: int = 1
+    cp: int = 1
+    kind: str = ""
 
     @property
     def name(self) -> str:
         """How reports name it."""
-        parts = [f"zero {self.zero}" if self.zero else "data parallel"]
+        shared = {"ep": self.ep, "cp": self.cp, "tp": self.tp, "pp": self.pp}
+        how = f" by {self.kind}" if self.kind else ""
+        parts = [f"{axis} {size}{how}" for axis, size in shared.items() if size > 1]
+        parts += [f"zero {self.zero}"] if self.zero else []
+        parts = parts or ["data parallel"]
         parts += ["recompute"] if self.recompute else []
         parts += [f"accumulate {self.accumulate}"] if self.accumulate > 1 else []
         return " + ".join(parts)
 
+    @property
+    def apart(self) -> int:
+        """Ranks that have the same samples."""
+        return self.tp * self.pp * self.cp
+
+    @property
+    def is_plain(self) -> bool:
+        """Whether it divides neither operators, layers, sequences nor experts."""
+        return self.apart * self.ep == 1
+
 
 def techniques(microbatches: int, *, can_recompute: bool, world: int) -> Iterator[Technique]:
-    """Yield what to try, the cheapest in time first.
+    """Yield what to try that divides the batch alone, the cheapest in time first.
 
     Args:
         microbatches: The most that a local batch divides into; 1 if it must not.
         can_recompute: Whether the model has blocks.
         world: Ranks.
     """
-    levels = (0, 1, SHARDED_PARAMETERS) if world > 1 else (0,)
+    levels = (0, 1, 2, SHARDED_PARAMETERS) if world > 1 else (0,)
     again = (False, True) if can_recompute else (False,)
     numbers = [1] if microbatches == 1 else [1, microbatches]
     found = [
@@ -84,26 +124,92 @@ def techniques(microbatches: int, *, can_recompute: bool, world: int) -> Iterato
         for number in numbers
         for recompute in again
         for zero in levels
-        if zero != 1 or number == 1
+        # Level 2 differs from 1 where gradients wait for further micro-batches.
+        if zero not in (1, 2) or (zero == 1) == (number == 1)
     ]
-    yield from sorted(found, key=_rank)
+    yield from sorted(found, key=rank)
 
 
-def _rank(one: Technique) -> float:
-    # ZeRO 3 sends half as much again, recomputation computes a third more, and small micro-batches
-    # leave devices idle.
+class Divisible(msgspec.Struct, frozen=True, kw_only=True):
+    """What a model can be divided by.
+
+    Args:
+        world: Ranks.
+        per_node: Ranks of a node, within which operators are divided.
+        batch: Samples of a step.
+        experts: Of its modules of experts; 0 without.
+        tokens: Of a sequence; 0 if it is too short to be worth it.
+        can_recompute: Whether the model has blocks.
+        can_cut: Whether a batch may be cut into micro-batches.
+    """
+
+    world: int
+    per_node: int
+    batch: int
+    experts: int
+    tokens: int
+    can_recompute: bool
+    can_cut: bool
+
+
+def divided(model: Divisible) -> Iterator[Technique]:
+    """Yield what to try that divides experts, sequences, operators or layers, by its time."""
+    again = (False, True) if model.can_recompute else (False,)
+    found: list[Technique] = []
+    for size in _divisors(model.world):
+        rest = model.world // size
+        if model.experts and model.experts % size == 0 and model.batch % model.world == 0:
+            found += [Technique(ep=size, recompute=r, zero=z) for r in again for z in (0, 1)]
+        if model.batch % rest:
+            continue
+        levels = (0, 1) if rest > 1 else (0,)
+        local = model.batch // rest
+        if model.tokens and model.tokens % (2 * size) == 0:
+            found += [Technique(cp=size, recompute=r, zero=z) for r in again for z in (0, 1)]
+        if size <= model.per_node:
+            found += [Technique(tp=size, recompute=r, zero=z) for r in again for z in levels]
+        number = _microbatches(local, size) if model.can_cut else 1
+        if number > 1:
+            found += [Technique(pp=size, microbatches=number, recompute=r) for r in again]
+    yield from sorted(found, key=rank)
+
+
+def _divisors(world: int) -> list[int]:
+    return [size for size in range(2, min(world, _SHARED_MAX) + 1) if world % size == 0]
+
+
+def _microbatches(local: int, stages: int) -> int:
+    """Return the number of micro-batches in which ranks wait little, of those that divide."""
+    most = min(local, _MICROBATCHES_MAX * stages)
+    return max(number for number in range(1, most + 1) if local % number == 0)
+
+
+def rank(one: Technique) -> float:
+    """Return a number that grows with the time that `one` takes.
+
+    ZeRO 3 sends half as much again, recomputation computes a third more, small micro-batches leave
+    devices idle, ranks that share operators wait for each other in each block, and stages wait at
+    both ends of a step.
+    """
+    shared = {"ep": (one.ep, 0.6), "cp": (one.cp, 1.6), "tp": (one.tp, 2.0), "pp": (one.pp, 2.4)}
     return (
-        0.1 * (one.zero == 1)
+        0.1 * (one.zero in (1, 2))
         + 0.5 * (one.zero == SHARDED_PARAMETERS)
         + one.recompute
         + 1.2 * (one.accumulate > 1)
+        + sum(start + 0.1 * math.log2(size) for size, start in shared.values() if size > 1)
     )
+
+
+def bubble(one: Technique) -> float:
+    """Return the share of a step in which stages wait, (S - 1) / (M + S - 1)."""
+    return (one.pp - 1) / (one.microbatches + one.pp - 1)
 
 
 def rank_bytes(
     one: Technique,
     model: ModelBytes,
-    peaks: tuple[int, int, int],
+    peaks: Peaks,
     batch: int,
     *,
     world: int,
@@ -116,10 +222,10 @@ def rank_bytes(
         model: What it trains.
         peaks: Of one pass of a micro-batch, as of `Peaks`.
         batch: Bytes of the local batch.
-        world: Ranks that share the batch.
+        world: Ranks of data parallel.
         is_host: Whether it trains on a host; elsewhere the optimizer updates all at once.
     """
-    total, activations, normed = peaks
+    total, activations, normed, *_ = peaks
     common = model.fixed + batch + (normed if world > 1 else 0)
     if not one.zero:
         update = model.params + (model.largest if is_host else model.params)
@@ -128,7 +234,8 @@ def rank_bytes(
         if world > 1:
             sent = model.params if is_host else min(model.params, _BUCKETS)
         return common + model.params + model.state + sent + max(passes, update)
-    shares = math.ceil((2 * model.params + model.state) / world) + 4 * model.padding
+    times = 2 + (model.state / model.params if model.params else 0)
+    shares = math.ceil(times * model.share(world)) + 4 * model.padding
     gathered = model.params + _UNITS_WHOLE * model.unit + model.root
     if one.zero == SHARDED_PARAMETERS:
         gathered = 2 * model.root + _UNITS_SHARDED * model.unit
@@ -138,12 +245,44 @@ def rank_bytes(
     return common + shares + max(activations + gathered, update)
 
 
+def stage_bytes(
+    one: Technique,
+    stage: StageBytes,
+    position: int,
+    *,
+    states: int,
+    batch: int,
+    world: int,
+    is_host: bool,
+) -> int:
+    """Return the most bytes that a rank of a stage has.
+
+    Args:
+        one: How it trains.
+        stage: What one pass of the stage takes.
+        position: Number of the stage.
+        states: Tensors of the optimizer beside each parameter.
+        batch: Bytes of the local batch.
+        world: Ranks of data parallel.
+        is_host: As of `rank_bytes`.
+    """
+    live = min(one.pp - position, one.microbatches)
+    passes = stage.params + (live - 1) * stage.saved + stage.activations
+    update = stage.params + (stage.largest if is_host else stage.params)
+    buffers = one.microbatches * (stage.received + stage.sent)
+    sent = 0
+    if world > 1:
+        sent = stage.params if is_host else min(stage.params, _BUCKETS)
+    common = stage.fixed + batch + buffers + sent
+    return common + (1 + states) * stage.params + max(passes, update)
+
+
 def traffic(one: Technique, model: ModelBytes, world: int) -> float:
-    """Return the bytes that a rank sends in a step.
+    """Return the bytes of parameters and gradients that a rank sends in a step.
 
     An all-reduce sends 2 (n - 1) / n of the bytes, a gather and a reduce-scatter half of that each
     (Thakur, Rabenseifner and Gropp, IJHPCA 19(1), 2005).
     """
-    rounds = 3 if one.zero == SHARDED_PARAMETERS else 2
-    times = one.accumulate if one.zero == SHARDED_PARAMETERS else 1
-    return rounds * times * (world - 1) / world * model.params
+    # For each micro-batch level 2 scatters, and level 3 also gathers.
+    rounds = {2: 1 + one.accumulate, SHARDED_PARAMETERS: 3 * one.accumulate}.get(one.zero, 2)
+    return rounds * (model.params - model.share(world))

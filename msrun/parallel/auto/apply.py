@@ -5,7 +5,7 @@ from __future__ import annotations
 import contextlib
 import functools
 import time
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from functools import partial
 from pathlib import Path
 from typing import Any, NamedTuple
@@ -16,6 +16,8 @@ import torch.distributed as dist
 from torch import nn
 
 from msrun.errors import ConfigError, ModelError, UsageError
+from msrun.parallel.auto.agreed import PlanBroadcast, agreed
+from msrun.parallel.auto.alternatives import in_any_mesh, in_mesh
 from msrun.parallel.auto.decided import (
     RuntimePlans,
     decided,
@@ -26,71 +28,44 @@ from msrun.parallel.auto.decided import (
 from msrun.parallel.auto.dropout_rng import DropoutRng
 from msrun.parallel.auto.executable import TracedBehaviour, check_outputs
 from msrun.parallel.auto.execute import Executor
+from msrun.parallel.auto.left_out import has_modules
+from msrun.parallel.auto.modules import faster, mesh_of, names_modules, run_by
+from msrun.parallel.auto.named_modules import beside, topology_of
 from msrun.parallel.auto.native import configuration, return_means
-from msrun.parallel.auto.offline_search import SIZES, resized
+from msrun.parallel.auto.offline_model import SIZES, resized
 from msrun.parallel.auto.pipeline_executor import PlannedModel, slices
-from msrun.parallel.auto.tracing.calls import by_position
+from msrun.parallel.auto.tracing.calls import positional
 from msrun.parallel.auto.tracing.structure import leaf_tensors
 from msrun.parallel.auto.tracing.trace import Traced, trace
 from msrun.parallel.auto.wishes import pins_of
 from msrun.parallel.config import DATA_AXIS, PIPELINE_AXIS, ROOT, ParallelConfig
 from msrun.parallel.foreach.global_hooks import check_global_hooks
-from msrun.parallel.losses.batch import Sample, read_batch
+from msrun.parallel.losses.batch import Sample
 from msrun.parallel.losses.sample_dims import Known
 from msrun.parallel.pipeline.chunks import Chunks, check_microbatches, read_chunks
 from msrun.parallel.pipeline.ranks import PipelineRanks
 from msrun.parallel.rank_context import Rank, RankContext, placed
-from msrun.parallel.search.cost.topology import Topology, find_topology
-from msrun.parallel.search.graph.program import ProgramByBatch
+from msrun.parallel.search.alternatives.chosen import Alternatives
+from msrun.parallel.search.alternatives.one_rank import Alternative
+from msrun.parallel.search.graph.program import Program, ProgramByBatch
 from msrun.parallel.search.graph.repeat import find_blocks
 from msrun.parallel.search.graph.rules import ShardingRule
 from msrun.parallel.search.graph.unsupported_ops import check
 from msrun.parallel.search.mesh.schedules import paces, rounds
 from msrun.parallel.search.mesh.stage_search import search_stages
 from msrun.parallel.search.mesh.stages import cut_between_blocks, divide
-from msrun.parallel.search.mesh_choice import MeshRequest, choose_mesh
+from msrun.parallel.search.mesh_choice import ChosenMesh, MeshRequest, choose_mesh
+from msrun.parallel.search.modules.job import ModuleSearch, SharedModules
 from msrun.parallel.search.plan.lowering import EXECUTOR, Lowering
-from msrun.parallel.search.plan.plan import SavedPlan, read_plan
+from msrun.parallel.search.plan.plan import read_plan
 from msrun.parallel.search.plan.plan_io import check_fit, check_model, choices_of
 from msrun.parallel.search.solve.build import Pin, build
-from msrun.parallel.search.solve.memory import OutOfMemoryError
 from msrun.parallel.search.solve.modes import MODES, search
 from msrun.parallel.search.solve.problem import Setting
 from msrun.parallel.search.solve.uses import Uses
 
-_PRESETS = {"cuda": "a100", "npu": "ascend910", "cpu": "cpu"}
-_ERRORS = {kind.__name__: kind for kind in (ConfigError, ModelError)}
-_GIB = 2**30
 _PLAN = f"{ROOT}.plan"
 _MODE = f"{ROOT}.mode: auto"
-
-Row = tuple[int, ...]
-
-
-class PlanBroadcast(msgspec.Struct, frozen=True):
-    """What the first rank tells the others.
-
-    Args:
-        mesh: Axis -> size.
-        microbatches: Into how many a step divides a local batch.
-        recompute: Whether repeated blocks keep only what they are given.
-        chosen: Node -> its choice on every axis; empty before the search.
-        starts: First step of each chunk of a pipeline; empty before the search.
-        plan: One that was saved.
-        error: Why there is no plan; empty if there is one.
-        hint: What to do about it; may be empty.
-        kind: Name of the error's class.
-    """
-
-    mesh: dict[str, int] = {}
-    microbatches: int = 1
-    recompute: bool = False
-    chosen: dict[str, Row] = {}
-    starts: list[int] = []
-    plan: SavedPlan | None = None
-    error: str = ""
-    hint: str = ""
-    kind: str = ""
 
 
 class Applied(NamedTuple):
@@ -118,7 +93,13 @@ class Applied(NamedTuple):
     known: Sequence[Known] = ()
 
 
-def apply(config: ParallelConfig, rank: Rank, model: nn.Module, sample: Sequence[Any]) -> Applied:
+def apply(
+    config: ParallelConfig,
+    rank: Rank,
+    model: nn.Module,
+    sample: Sequence[Any],
+    modules: Callable[[], ModuleSearch],
+) -> Applied:
     """Search a plan for `model`, or read a saved one, and have the model run it.
 
     Every rank has the same whole parameters before.
@@ -128,13 +109,19 @@ def apply(config: ParallelConfig, rank: Rank, model: nn.Module, sample: Sequence
         rank: This rank; a `RankContext` unless `mesh: auto`.
         model: Of `check_sample`.
         sample: As of `Runtime.shard`.
+        modules: Returns what compares techniques that divide whole modules of `model`.
 
     Raises:
         ConfigError: The model cannot be traced, a wish cannot be met, no plan fits, or the one that
             was saved is for something else.
     """
     with _in_training(model):
-        plan = _find_plan(config, rank, model, sample)
+        plan = _find_plan(config, rank, model, sample, modules)
+    if isinstance(plan, PlanBroadcast):
+        if plan.name:
+            rank.print(f"{_MODE} runs on {plan.name}")
+        config = run_by(config, plan.modules)
+        return Applied(model, rank.place(config), (), config=config)
     answer, traced, setting, context = plan.answer, plan.traced, plan.setting, plan.context
     if plan.behaviour is None:
         return _run_natively(config, model, plan)
@@ -188,23 +175,34 @@ class _Plan(NamedTuple):
 
 
 def _find_plan(
-    config: ParallelConfig, rank: Rank, model: nn.Module, sample: Sequence[Any]
-) -> _Plan:
-    """Return the plan of a model, which is not changed."""
+    config: ParallelConfig,
+    rank: Rank,
+    model: nn.Module,
+    sample: Sequence[Any],
+    modules: Callable[[], ModuleSearch],
+) -> _Plan | PlanBroadcast:
+    """Return the plan of a model, which is not changed; or a technique of whole modules."""
     if isinstance(rank, RankContext) and not _axes(rank):
         rank = _place(config, rank, {**rank.layout.axes, DATA_AXIS: 1})
     batch = _samples(rank, sample)
-    answer = _outline(config, rank, model, sample, batch)
+    answer = _outline(config, rank, model, sample, batch=batch, modules=modules)
+    if answer.modules:
+        return answer
     context = rank if isinstance(rank, RankContext) else _place(config, rank, answer.mesh)
     chunks = _chunks(config, context, answer.microbatches)
     setting = _setting(config, context, batch, chunks, answer.microbatches)
     whole = resized(sample, setting.batch)
     traced = trace(model, whole)
     setting = with_decisions(config, setting, traced.program, model)
-    answer = _completed(config, context, model, traced, setting=setting, answer=answer)
-    behaviour = None
+    compare = partial(beside, config, context, model, sample, modules=modules, batch=batch)
     part = resized(sample, setting.batch // context.layout.size(DATA_AXIS))
     local = functools.cache(lambda: trace(model, part).program)
+    others = in_mesh(config, _axes(context), traced, setting, local)
+    complete = partial(_completed, config, context, model, traced, compare)
+    answer = complete(setting=setting, answer=answer, others=others)
+    if answer.modules:
+        return answer
+    behaviour = None
     plans = RuntimePlans(config, tuple(_axes(context)), traced, setting, local)
     lowering = None
     if chunks.count == 1 and not answer.recompute:
@@ -212,7 +210,7 @@ def _find_plan(
         lowering = plans.lowering(answer.chosen)
     if lowering is None and decided(config):
         pins = partial(pins_of, config, context.layout, model, traced.program)
-        answer = _agreed(partial(_search_runtime, plans, answer, pins), context)
+        answer = agreed(partial(_search_runtime, plans, answer, pins), context)
         lowering = plans.lowering(answer.chosen)
     rules = plans.rules(answer.chosen)
     if lowering is None:
@@ -228,8 +226,7 @@ def _search_runtime(
     plans: RuntimePlans, answer: PlanBroadcast, pins: Callable[[], Sequence[Pin]]
 ) -> PlanBroadcast:
     """Return the fastest plan that the runtime executes, with what the user has decided."""
-    with _told_memory():
-        plan = plans.search(pins)
+    plan = plans.search(pins)
     return msgspec.structs.replace(answer, chosen=plan.chosen, recompute=False)
 
 
@@ -260,10 +257,7 @@ def check_sample(model: nn.Module, sample: Sample) -> Sequence[Any]:
         )
     if any(param.is_meta for param in model.parameters()):
         raise ModelError(f"{ROOT}.mode: auto divides models with values, not those of init_on_meta")
-    if not isinstance(sample, Mapping):
-        return sample
-    batch = read_batch(model, [sample, None], has_loss=True)
-    return by_position(model, batch.named) if batch.named else batch.inputs
+    return positional(model, sample)
 
 
 def _run_natively(config: ParallelConfig, model: nn.Module, plan: _Plan) -> Applied:
@@ -310,13 +304,22 @@ def _samples(rank: Rank, sample: Sequence[Any]) -> int:
 
 
 def _outline(
-    config: ParallelConfig, rank: Rank, model: nn.Module, sample: Sequence[Any], batch: int
+    config: ParallelConfig,
+    rank: Rank,
+    model: nn.Module,
+    sample: Sequence[Any],
+    *,
+    batch: int,
+    modules: Callable[[], ModuleSearch],
 ) -> PlanBroadcast:
     """Return mesh and micro-batches, and with them the plan where a file or a search gave both."""
     if isinstance(config.plan, str):
-        return _agreed(partial(_read, config, rank, config.plan, batch), rank)
+        small = resized(sample, SIZES[0])
+        program = lambda: trace(model, small).program  # noqa: E731 - of a plan without operators
+        return agreed(partial(_read, config, rank, config.plan, program, batch=batch), rank)
     if config.mesh == "auto":
-        return _agreed(partial(_choose_mesh, config, rank, model, sample, batch), rank)
+        choose = partial(_choose_mesh, config, rank, model, sample, batch=batch, modules=modules)
+        return agreed(choose, rank)
     axes = placed(rank, config).layout.axes
     return PlanBroadcast(mesh=axes, microbatches=_microbatches(config))
 
@@ -325,14 +328,19 @@ def _microbatches(config: ParallelConfig) -> int:
     return config.pipeline.microbatches if config.pipeline else config.accumulate
 
 
-def _read(config: ParallelConfig, rank: Rank, path: str, batch: int) -> PlanBroadcast:
+def _read(
+    config: ParallelConfig, rank: Rank, path: str, program: Callable[[], Program], *, batch: int
+) -> PlanBroadcast:
     """Return a saved plan, if it is for this job."""
     try:
         plan = read_plan(Path(path))
-        mesh = rank.layout.axes if isinstance(rank, RankContext) else plan.axes()
+        mesh = mesh_of(rank.layout) if isinstance(rank, RankContext) else plan.axes()
         check_fit(plan, path, world=rank.world_size, mesh=mesh, batch=batch)
     except UsageError as error:
         raise ConfigError(f"{_PLAN}: {error.message}", hint=error.hint) from None
+    if plan.config:
+        check_model(plan, f"{_PLAN}: {path}", program())
+        return PlanBroadcast(modules=plan.config | {"mesh": mesh}, name=plan.runs_on)
     if _microbatches(config) not in (1, plan.microbatches):
         key = "pipeline.microbatches" if config.pipeline else "accumulate"
         raise ConfigError(
@@ -345,26 +353,39 @@ def _read(config: ParallelConfig, rank: Rank, path: str, batch: int) -> PlanBroa
 
 
 def _choose_mesh(
-    config: ParallelConfig, rank: Rank, model: nn.Module, sample: Sequence[Any], batch: int
+    config: ParallelConfig,
+    rank: Rank,
+    model: nn.Module,
+    sample: Sequence[Any],
+    *,
+    batch: int,
+    modules: Callable[[], ModuleSearch],
 ) -> PlanBroadcast:
     """Return the fastest mesh that the runtime can run, and its plan."""
     small, large = (trace(model, resized(sample, number)) for number in SIZES)
-    with _told_memory():
-        best = choose_mesh(
-            MeshRequest(
-                programs=ProgramByBatch(small.program, large.program, SIZES),
-                is_whole=bool(small.of_whole_batch),
-                is_decided=decided(config) is not None,
-                sharded_from=sharded_from(config.optimizer),
-                recompute=recomputes_blocks(config, small.program, model),
-                topology=_topology(config, rank),
-                world=rank.world_size,
-                batch=batch,
-                mode=MODES[config.search or "exact"],
-                limit=None if config.memory is None else float(config.memory),
-            ),
-            time.perf_counter,
-        )
+    request = MeshRequest(
+        programs=ProgramByBatch(small.program, large.program, SIZES),
+        is_whole=bool(small.of_whole_batch),
+        is_decided=decided(config) is not None,
+        sharded_from=sharded_from(config.optimizer),
+        recompute=recomputes_blocks(config, small.program, model),
+        topology=topology_of(config, rank),
+        world=rank.world_size,
+        batch=batch,
+        mode=MODES[config.search or "exact"],
+        limit=None if config.memory is None else float(config.memory),
+    )
+    plan = partial(choose_mesh, request, time.perf_counter)
+    find = partial(in_any_mesh(config, request, small).fastest, plan)
+    best: ChosenMesh | Alternative | SharedModules
+    if has_modules(model, sample):
+        best, lines = faster(find, modules(), request.of_modules())
+        rank.print("\n".join(f"{_MODE}: {line}" for line in lines))
+    else:
+        best = find()
+    if isinstance(best, SharedModules | Alternative):
+        rank.print(f"{ROOT}.mesh: {best.name}, {best.seconds:.4g} s a step predicted")
+        return PlanBroadcast(modules=best.config)
     mesh = " x ".join(f"{name} {size}" for name, size in best.mesh.items())
     again = ", recomputation" if best.recompute else ""
     rank.print(
@@ -392,7 +413,7 @@ def _setting(
         )
     return Setting(
         sizes=tuple(axes.values()),
-        topology=_topology(config, context),
+        topology=topology_of(config, context),
         data_axes=frozenset(at for at, name in enumerate(axes) if name == DATA_AXIS),
         batch=batch // microbatches,
         rounds=rounds(chunks, microbatches),
@@ -404,16 +425,23 @@ def _completed(
     context: RankContext,
     model: nn.Module,
     traced: Traced,
+    compare: Callable[[Callable[[], PlanBroadcast]], PlanBroadcast],
     *,
     setting: Setting,
     answer: PlanBroadcast,
+    others: Alternatives,
 ) -> PlanBroadcast:
     """Return `answer` with the strategy of every node, and the first step of every chunk."""
     program, chunks = traced.program, _chunks(config, context, answer.microbatches)
     if answer.plan is None and not answer.chosen:
         pins = pins_of(config, context.layout, model, program)
-        searched = _agreed(partial(_search, config, traced, setting, chunks, pins), context)
-        return msgspec.structs.replace(answer, chosen=searched.chosen, starts=searched.starts)
+        find = partial(_search, config, traced, setting, chunks, pins)
+        if chunks.count == 1 and not pins:
+            find = partial(_divided, others, find)
+        if names_modules(config, context.layout, chunks.count):
+            find = partial(compare, find)
+        found = agreed(find, context)
+        return msgspec.structs.replace(found, mesh=answer.mesh, microbatches=answer.microbatches)
     chosen, key = answer.chosen, f"{ROOT}.mesh.{PIPELINE_AXIS}"
     if answer.plan is not None:
         key = f"{_PLAN}: {config.plan}"
@@ -425,67 +453,32 @@ def _completed(
     return msgspec.structs.replace(answer, chosen=chosen, starts=starts)
 
 
-def _topology(config: ParallelConfig, rank: Rank) -> Topology:
-    """Return the configured topology, or the preset of this kind of device."""
-    try:
-        return find_topology(config.topology or _PRESETS.get(rank.device.type, "a100"))
-    except UsageError as error:
-        raise ConfigError(f"{ROOT}.{error.message}") from None
-
-
 def _search(
     config: ParallelConfig, traced: Traced, setting: Setting, chunks: Chunks, pins: Sequence[Pin]
 ) -> PlanBroadcast:
     mode = MODES[config.search or "exact"]
     limit = None if config.memory is None else float(config.memory)
-    with _told_memory():
-        if chunks.count == 1:
-            plan = search(traced.program, setting, mode=mode, pins=pins, limit=limit)
-            return PlanBroadcast(chosen=plan.chosen, starts=[0])
-        staged = search_stages(
-            traced.program,
-            setting,
-            traced.rules,
-            pace=paces(chunks, _microbatches(config)),
-            mode=mode,
-            pins=pins,
-            limit=limit,
-        )
+    if chunks.count == 1:
+        plan = search(traced.program, setting, mode=mode, pins=pins, limit=limit)
+        return PlanBroadcast(chosen=plan.chosen, starts=[0], seconds=plan.seconds)
+    staged = search_stages(
+        traced.program,
+        setting,
+        traced.rules,
+        pace=paces(chunks, _microbatches(config)),
+        mode=mode,
+        pins=pins,
+        limit=limit,
+    )
     return PlanBroadcast(chosen=staged.result.chosen, starts=staged.starts)
 
 
-@contextlib.contextmanager
-def _told_memory() -> Iterator[None]:
-    """Have a plan that does not fit be told with the key."""
-    try:
-        yield
-    except OutOfMemoryError as error:
-        needed = f"{error.least / _GIB:.3g} GiB"
-        raise ConfigError(
-            f"{ROOT}.memory: no plan fits; the smallest takes {needed} on a rank"
-        ) from None
-
-
-def _agreed(decide: Callable[[], PlanBroadcast], rank: Rank) -> PlanBroadcast:
-    """Return the decision of the first rank on every rank.
-
-    Raises:
-        ConfigError: The first rank could not decide; then every rank raises what it did.
-    """
-    content = msgspec.json.encode(_tried(decide)) if rank.rank == 0 else b""
-    answer = msgspec.json.decode(rank.broadcast(content), type=PlanBroadcast)
-    if answer.error:
-        kind = _ERRORS.get(answer.kind, UsageError)
-        raise kind(answer.error, hint=answer.hint or None)
-    return answer
-
-
-def _tried(decide: Callable[[], PlanBroadcast]) -> PlanBroadcast:
-    try:
-        return decide()
-    except UsageError as error:
-        kind = next((name for name, own in _ERRORS.items() if isinstance(error, own)), "")
-        return PlanBroadcast(error=error.message, hint=error.hint or "", kind=kind)
+def _divided(others: Alternatives, find: Callable[[], PlanBroadcast]) -> PlanBroadcast:
+    """Return the plan that `find` finds, or a division of the whole model that is better."""
+    found = others.fastest(find)
+    if isinstance(found, Alternative):
+        return PlanBroadcast(modules=found.config, name=found.name, seconds=found.seconds)
+    return found
 
 
 def _seed(rank: Rank) -> int:

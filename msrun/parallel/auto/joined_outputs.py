@@ -10,6 +10,11 @@ weight decay or momentum would change those parameters.  So they are noted, and 
 of the backward pass.  Only if all ranks noted some can one process have no gradient: ranks add one
 number, which those that noted none need not wait for, and exchange names where all did.
 
+A script may call the model several times before a backward pass.  Ranks run the backward steps of
+all calls together, too, so the losses of all ranks must depend on as many calls; which ones does
+not matter, as each runs the same steps.  The first step of a backward pass behind several calls
+compares that over ranks, before any of them waits for a gradient.
+
 Invariants:
 
 - A gradient that was there before the backward pass stays.
@@ -20,13 +25,13 @@ from __future__ import annotations
 
 import weakref
 from collections.abc import Callable, Sequence
-from functools import partial
 from typing import Any
 
 import torch
 import torch.distributed as dist
 from torch import Tensor, nn
 
+from msrun.errors import RanksDisagreeError
 from msrun.parallel import torch_compat
 from msrun.parallel.data_parallel.joined_inputs import noted, parameters_behind
 from msrun.parallel.exchange import messages
@@ -45,15 +50,32 @@ class JoinedOutputs:
         self._had_before: set[str] | None = None  # None outside of a backward pass
         self._missing: list[Any] = []
         self._reached: list[Any] = []
+        # The steps that join outputs of calls since the last backward pass.
+        self._calls: list[weakref.ref[Any]] = []
 
     def join(self, outputs: list[Tensor]) -> list[Tensor]:
         """Return `outputs` as those of one step, if ranks may use different ones."""
-        return outputs if dist.get_world_size() == 1 else joined(outputs, partial(noted, self))
+        return outputs if dist.get_world_size() == 1 else joined(outputs, self._join)
+
+    def _join(self, outputs: Sequence[Tensor]) -> Sequence[Tensor]:
+        together = noted(self, outputs)
+        if not torch_compat.is_in_backward():  # a recomputation by the script
+            self._calls.append(weakref.ref(together[0].grad_fn))
+        return together
 
     def note(self, starts: Sequence[Any], gradients: Sequence[Tensor | None]) -> None:
-        """Note which outputs have a gradient, by where their graphs begin."""
+        """Note which outputs have a gradient, by where their graphs begin.
+
+        Raises:
+            RanksDisagreeError: Other ranks run the backward steps of more calls, or of fewer.
+        """
         model = self._model()
-        if model is None or len(starts) == 1:
+        if model is None:
+            return
+        calls, self._calls = self._calls, []
+        if len(calls) > 1:
+            _compare(calls, next(model.parameters()).device)
+        if len(starts) == 1:
             return
         if self._had_before is None:
             named = model.named_parameters()
@@ -84,6 +106,22 @@ class JoinedOutputs:
         own = sorted(n for n, p in named.items() if p in behind and n not in had_before)
         for name in set(own).intersection(*messages.gather_all(own, list[str], None, device)):
             named[name].grad = None
+
+
+def _compare(calls: Sequence[weakref.ref[Any]], device: torch.device) -> None:
+    """Refuse a backward pass that runs more or fewer of `calls` than that of another rank."""
+    steps = [call() for call in calls]
+    own = sum(step is not None and torch_compat.is_to_run(step) for step in steps)
+    every = messages.gather_all(own, int, None, device)
+    if len(set(every)) == 1:
+        return
+    least, most = every.index(min(every)), every.index(max(every))
+    raise RanksDisagreeError(
+        f"parallel.mode: auto: the loss of rank {least} depends on {every[least]} of "
+        f"{len(calls)} calls of the model, and that of rank {most} on {every[most]}; ranks run "
+        "their backward steps together",
+        hint="let the loss of every rank depend on as many calls, times 0 where it has no use",
+    )
 
 
 def joined(

@@ -2,24 +2,24 @@
 
 from __future__ import annotations
 
-import importlib
-import importlib.util
+import functools
 import math
-import sys
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
-from pathlib import Path
-from types import ModuleType
+from functools import partial
 from typing import Any, NamedTuple
 
 import msgspec
-import torch
-from torch import Tensor, nn
+from torch import nn
 
 from msrun.errors import ModelError, UsageError
-from msrun.parallel.auto.tracing.structure import leaf_tensors, mapped
+from msrun.parallel.auto.alternatives import saved_beside
+from msrun.parallel.auto.offline_model import SIZES, batch_of, make, resized
+from msrun.parallel.auto.offline_modules import with_modules
+from msrun.parallel.auto.tracing.calls import positional
 from msrun.parallel.auto.tracing.trace import Traced, trace
 from msrun.parallel.auto.wishes import pins_of_file
 from msrun.parallel.config import DATA_AXIS, PIPELINE_AXIS
+from msrun.parallel.search.alternatives.chosen import AlternativeJob
 from msrun.parallel.search.cost.topology import Topology
 from msrun.parallel.search.graph.operators import rules_of_steps
 from msrun.parallel.search.graph.program import Program, ProgramByBatch
@@ -28,6 +28,7 @@ from msrun.parallel.search.graph.unsupported_ops import check
 from msrun.parallel.search.mesh.job_layout import JobLayout, SearchedJob, layouts
 from msrun.parallel.search.mesh.layout_solver import Outcome
 from msrun.parallel.search.mesh.mesh_search import Progress, explore
+from msrun.parallel.search.modules.job import ModuleJob, ModuleSearch
 from msrun.parallel.search.plan.cost_breakdown import (
     CostBreakdown,
     axis_names,
@@ -52,10 +53,7 @@ from msrun.parallel.search.solve.modes import (
     search,
 )
 from msrun.parallel.search.solve.problem import Setting, layout_node, layout_nodes
-from msrun.units import quoted
 
-# Batches of two sizes show what grows with them.
-SIZES = (2, 6)
 _GIB = 2**30
 
 
@@ -99,7 +97,11 @@ class _Traced(NamedTuple):
 
 
 def search_model(
-    request: SearchRequest, *, clock: Callable[[], float], report: Callable[[str], None]
+    request: SearchRequest,
+    *,
+    clock: Callable[[], float],
+    report: Callable[[str], None],
+    modules: Callable[[nn.Module, Sequence[Any]], ModuleSearch] | None = None,
 ) -> SavedPlan:
     """Return the best plan for a request.
 
@@ -107,17 +109,82 @@ def search_model(
         request: The model, the cluster and the constraints.
         clock: Returns seconds.
         report: Called with a line of progress at each better plan.
+        modules: Returns what compares techniques that divide whole modules; None compares none.
 
     Raises:
         UsageError: The model cannot be made or traced, or no plan fits.
     """
     model, sample = make(request.target)
-    batch = request.batch or _batch_of(sample)
+    batch = request.batch or batch_of(sample)
     _check_mesh(request)
+    if len(sample) == 1 and isinstance(sample[0], Mapping):
+        sample = [*positional(model, sample[0])]
+    traced = functools.cache(lambda: [trace(model, resized(sample, n)) for n in SIZES])
+    limit = request.memory or request.topology.memory
+
+    def find_plan() -> SavedPlan:
+        if request.mesh and request.mesh.get(PIPELINE_AXIS, 1) == 1:
+            return _on_mesh(request, model, sample, batch)
+        return _on_any_mesh(request, traced(), batch, clock=clock, report=report)
+
+    find = partial(_beside, request, batch, traced, find_plan)
+
+    job = ModuleJob(
+        program=lambda samples: _by_batch(traced()).at(samples),
+        topology=request.topology,
+        world=request.world,
+        batch=batch,
+        limit=limit,
+        mesh=request.mesh,
+    )
+    try:
+        return (
+            find()
+            if modules is None
+            else with_modules(find, request.target, modules(model, sample), job)
+        )
+    except OutOfMemoryError as error:
+        raise _too_little(limit, error.least, request.world) from None
+
+
+def _beside(
+    request: SearchRequest,
+    batch: int,
+    traced: Callable[[], Sequence[Traced]],
+    find: Callable[[], SavedPlan],
+) -> SavedPlan:
+    """Return the plan that `find` finds, or a division of the whole model that is better."""
+    if request.rules or request.mesh.get(PIPELINE_AXIS, 1) > 1:
+        return find()
+    job = AlternativeJob(
+        topology=request.topology,
+        world=request.world,
+        batch=batch,
+        limit=request.memory or request.topology.memory,
+        mesh=_axes(request),
+        microbatches=1 if request.mesh else None,
+    )
+    programs = functools.cache(lambda: _by_batch(traced()))
+    return saved_beside(
+        find, request.target, job, lambda: traced()[0], lambda samples: programs().at(samples)
+    )
+
+
+def _by_batch(traced: Sequence[Traced]) -> ProgramByBatch:
+    small, large = (one.program for one in traced)
+    return ProgramByBatch(small, large, SIZES)
+
+
+def _on_any_mesh(
+    request: SearchRequest,
+    traced: Sequence[Traced],
+    batch: int,
+    *,
+    clock: Callable[[], float],
+    report: Callable[[str], None],
+) -> SavedPlan:
+    """Return the best plan on any mesh, or on one with stages."""
     stages = request.mesh.get(PIPELINE_AXIS, 1)
-    if request.mesh and stages == 1:
-        return _on_mesh(request, model, sample, batch)
-    traced = [trace(model, resized(sample, number)) for number in SIZES]
     small, large = (one.program for one in traced)
     _check_runs(traced[0])
     if stages > 1 and traced[0].of_whole_batch:
@@ -144,7 +211,7 @@ def search_model(
     job = msgspec.structs.replace(job, is_whole=bool(traced[0].of_whole_batch))
     progress = _within(explore(job), request.budget, clock, report)
     if progress.best is None:
-        raise _too_little(job.limit, progress.least, request.world)
+        raise OutOfMemoryError(progress.least or math.inf)
     whole = _Traced(
         ProgramByBatch(small, large, SIZES),
         blocks,
@@ -215,8 +282,9 @@ def _layout(outcome: Outcome) -> str:
     return f"{layout.stages} stages of {mesh}, {layout.microbatches} micro-batches{recompute}"
 
 
-def _too_little(limit: float, least: float | None, world: int) -> UsageError:
-    needed = f"; the smallest plan takes {least / _GIB:.3g} GiB" if least else ""
+def _too_little(limit: float, least: float, world: int) -> UsageError:
+    is_known = math.isfinite(least)
+    needed = f"; the smallest plan takes {least / _GIB:.3g} GiB" if is_known else ""
     return UsageError(f"--memory {limit / _GIB:.3g}GiB: no plan on {world} ranks fits{needed}")
 
 
@@ -351,6 +419,8 @@ def _on_mesh(
     """Return the best plan on a mesh that the request names."""
     axes = _axes(request)
     sizes = tuple(axes.values())
+    if batch % axes.get(DATA_AXIS, 1):
+        raise UsageError(f"--batch {batch} does not divide over {DATA_AXIS} {axes[DATA_AXIS]}")
     traced = trace(model, resized(sample, batch))
     program = traced.program
     _check_runs(traced)
@@ -358,11 +428,8 @@ def _on_mesh(
     data = _data_axes(axes)
     setting = Setting(sizes=sizes, topology=request.topology, data_axes=data, batch=batch)
     limit = request.memory or request.topology.memory
-    try:
-        pins = pins_of_file(request.rules, request.mesh, model, program) if request.rules else []
-        result = search(program, setting, mode=request.mode, pins=pins, limit=limit)
-    except OutOfMemoryError as error:
-        raise _too_little(limit, error.least, request.world) from None
+    pins = pins_of_file(request.rules, request.mesh, model, program) if request.rules else []
+    result = search(program, setting, mode=request.mode, pins=pins, limit=limit)
     part = resized(sample, batch // axes.get(DATA_AXIS, 1))
     return _saved_mesh(request, traced, setting, result, lambda: trace(model, part).program)
 
@@ -411,76 +478,3 @@ def _saved_mesh(
         ),
         unknown=list(result.unknown),
     )
-
-
-# The model.
-
-
-def make(target: str) -> tuple[nn.Module, list[Any]]:
-    """Return the model and the sample that the function called `target` makes, without memory.
-
-    Raises:
-        UsageError: There is no such function, it fails, or returns something else.
-    """
-    where, _, name = target.rpartition(":")
-    if not where or not name:
-        raise UsageError(f"{quoted(target)} names no function (choose such as model.py:make)")
-    function = getattr(_module(where), name, None)
-    if not callable(function):
-        raise UsageError(f"{where} has no function {name}")
-    try:
-        with torch.device("meta"):
-            made = function()
-    except Exception as error:
-        raise UsageError(f"{target} failed: {type(error).__name__}: {error}") from error
-    match made:
-        case (nn.Module() as model, sample):
-            pass
-        case _:
-            raise UsageError(f"{target} must return a model and a sample of its inputs")
-    inputs = list(sample) if isinstance(sample, tuple | list) else [sample]
-    if not _batch_of(inputs):
-        raise UsageError(f"{target}: the sample has no tensor with a batch")
-    return model.to("meta"), mapped(inputs, _on_meta)
-
-
-def _on_meta(leaf: Any) -> Any:
-    return leaf.to("meta") if isinstance(leaf, Tensor) else leaf
-
-
-def _module(where: str) -> ModuleType:
-    path = Path(where)
-    if path.suffix == ".py" and not path.is_file():
-        raise UsageError(f"{where} is no file")
-    # As a script would find its neighbours.
-    sys.path.insert(0, str(path.parent.resolve() if path.suffix == ".py" else Path.cwd()))
-    try:
-        return _execute(path) if path.suffix == ".py" else importlib.import_module(where)
-    except Exception as error:
-        raise UsageError(f"{where} cannot be imported: {type(error).__name__}: {error}") from error
-
-
-def _execute(path: Path) -> ModuleType:
-    """Return the file's module, under a name that no other module has."""
-    name = f"msrun_search_{path.stem}"
-    spec = importlib.util.spec_from_file_location(name, path)
-    if spec is None or spec.loader is None:
-        raise ImportError("it is no module")
-    module = sys.modules[name] = importlib.util.module_from_spec(spec)
-    spec.loader.exec_module(module)
-    return module
-
-
-def _batch_of(sample: Sequence[Any]) -> int:
-    return next((len(x) for x in leaf_tensors(list(sample)) if x.dim()), 0)
-
-
-def resized(sample: Sequence[Any], batch: int) -> list[Any]:
-    """Return inputs like `sample`, of `batch` samples; other sizes stay."""
-    given = _batch_of(sample)
-
-    def resize(leaf: Any) -> Any:
-        is_cut = isinstance(leaf, Tensor) and leaf.dim() and len(leaf) == given
-        return leaf.new_empty((batch, *leaf.shape[1:])) if is_cut else leaf
-
-    return [mapped(item, resize) for item in sample]

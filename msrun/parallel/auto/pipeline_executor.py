@@ -146,7 +146,7 @@ class PlannedModel(PipelineModel):
         # Before a stage waits for another, so that all of them raise.
         if self._any.behaviour:
             self._any.behaviour.check(self)
-        split = split_batch(inputs, self._microbatches, may_differ=may_differ)
+        split = split_batch(inputs, self._pieces, may_differ=may_differ)
         self._any.read(split.padded(inputs, 0), {})
         return split, self._borders
 

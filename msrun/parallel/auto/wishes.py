@@ -24,13 +24,14 @@ from torch import nn
 from msrun.errors import ConfigError
 from msrun.parallel.config import DATA_AXIS, PIPELINE_AXIS, ROOT, ParallelConfig
 from msrun.parallel.config_file import load_yaml, read_config
-from msrun.parallel.layout import MeshLayout, resolve, rules_of
+from msrun.parallel.layout import resolve, rules_of
+from msrun.parallel.notation.mesh_layout import MeshLayout
 from msrun.parallel.search.graph.axis_placement import RR
 from msrun.parallel.search.graph.module_io import ModuleIO
 from msrun.parallel.search.graph.program import Program
 from msrun.parallel.search.solve.build import Pin
 from msrun.parallel.search.solve.problem import layout_node
-from msrun.parallel.settings.plan_rules import UNSHARDED_DIMS, Dim, Dims, PlanRule
+from msrun.parallel.settings.plan_rules import UNSHARDED_DIMS, Dim, Dims, PlanRule, one_tensor
 from msrun.parallel.tensor.describe import describe_modules
 from msrun.parallel.tensor.plan import ModulePlan, plan_modules
 
@@ -100,9 +101,13 @@ class _Wishes:
                     key = f"{plan.key}.params.{param}"
                     pins.append(Pin(node=values[full], codes=codes, key=key))
             if plan.inputs is not None and rule.style in (None, *_OF_INPUTS):
-                pins += self._of_input(module, plan, has_batch=_has_batch(rule, rule.inputs))
+                pins += self._of_input(
+                    module, plan, has_batch=_has_batch(rule, one_tensor(rule.inputs))
+                )
             if plan.out is not None and rule.style in (None, *_OF_OUTPUTS):
-                pins += self._of_output(module, plan, has_batch=_has_batch(rule, rule.out))
+                pins += self._of_output(
+                    module, plan, has_batch=_has_batch(rule, one_tensor(rule.out))
+                )
         return pins
 
     def _codes(self, dims: Dims, count: int, *, has_batch: bool) -> dict[int, int]:
@@ -211,6 +216,12 @@ def _check(plan: ModulePlan) -> None:
         raise ConfigError(
             f"{plan.key}.style: mode auto sends no tokens to experts over an axis "
             "(choose semi_auto)"
+        )
+    if plan.each_input or plan.each_out:
+        key = "in" if plan.each_input else "out"
+        raise ConfigError(
+            f"{plan.key}.{key}: names several tensors, and mode auto takes wishes for one (choose "
+            "one list of axes, or semi_auto)"
         )
     if plan.copies > 1:
         raise ConfigError(

@@ -271,7 +271,7 @@ class Checkpoints:
             # The loader first: it may refuse the position, and then no tensor has changed yet.
             if loader is not None:
                 loader.load_state_dict(manifest.loader or {})
-            plans.read(files, targets.tensors)
+            self._read(folder, files, index, targets)
             targets.apply()
             for name, value in (extra or {}).items():
                 if isinstance(value, Stateful):
@@ -281,6 +281,11 @@ class Checkpoints:
                     manifest.mesh, index, files, self._context, self._dropout_rngs
                 )
         return Restored(path=folder, step=manifest.step, extra=manifest.extra)
+
+    def _read(self, folder: Path, files: DataFiles, index: schema.Index, targets: Targets) -> None:
+        """Fill the tensors of a load."""
+        del folder, index
+        plans.read(files, targets.tensors)
 
     def resume(
         self,
@@ -451,7 +456,7 @@ class Checkpoints:
         self,
         folder: Path,
         file: FilePlan | None,
-        staged: dict[str, torch.Tensor],
+        staged: plans.Staged,
         commit: Callable[[dict[str, str]], None] | None,
     ) -> None:
         """Write this rank's file; when all ranks have, rank 0 makes the directory a checkpoint."""
@@ -459,7 +464,7 @@ class Checkpoints:
         try:
             with self._peers.together():
                 if file is not None:
-                    own = write_file(folder / name, file, partial(_take, staged))
+                    own = write_file(folder / name, file, partial(plans.take, staged))
                     store.sync_directory(folder)
             # `together` above was the barrier: now every file is written and synced.
             of_ranks = self._peers.gather((name, own), tuple[str, str])
@@ -491,10 +496,3 @@ class Checkpoints:
             hint = f"set {ROOT}.checkpoint.dir, or name a directory"
             raise CheckpointError(f"{who} knows no directory", hint=hint)
         return Path(self._settings.dir)
-
-
-def _take(staged: dict[str, torch.Tensor], name: str) -> torch.Tensor:
-    """Return the next tensor to write, and report progress if training waits for it."""
-    if threading.current_thread() is threading.main_thread():
-        beat()
-    return staged.pop(name)

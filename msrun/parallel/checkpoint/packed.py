@@ -115,7 +115,7 @@ class TableRows(TensorChunks):
     def __init__(self, tensor: Tensor, rows: RowRange) -> None:
         part = plain(tensor)
         at = torch.Size((rows.first, *[0] * (part.dim() - 1)))
-        super().__init__(rows.shape(part), part.dtype, {at: part})
+        super().__init__(rows.shape(part), part.dtype, {at: part} if rows.count else {})
 
 
 def as_planned(tensors: Mapping[str, Tensor], rows: Mapping[str, RowRange]) -> dict[str, Any]:

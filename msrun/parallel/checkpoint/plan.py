@@ -30,7 +30,9 @@ from __future__ import annotations
 import dataclasses
 import json
 import math
-from collections.abc import Iterable, Iterator, Mapping, Sequence
+import threading
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from functools import partial
 from typing import Any
 
 import msgspec
@@ -71,6 +73,9 @@ from msrun.parallel.checkpoint.tensors import (
 from msrun.parallel.local import is_sharded
 from msrun.parallel.uneven_rows.rows import plain
 from msrun.worker.beat import beat
+
+# Name in a rank's file -> tensor to write, or what fetches it in its turn.
+Staged = dict[str, Tensor | Callable[[], Tensor]]
 
 
 class TensorPart(msgspec.Struct, frozen=True, kw_only=True):
@@ -169,7 +174,7 @@ class _Planner(DefaultSavePlanner):
 
     def __init__(self, state: State) -> None:
         super().__init__(flatten_state_dict=False, flatten_sharded_tensors=False)
-        self.set_up_planner(as_planned(state.tensors, state.rows))
+        self.set_up_planner(as_planned(state.tensors, state.rows) | state.chunks)
 
     def lookup_object(self, index: MetadataIndex) -> Any:
         packed = self.state_dict.get(index.fqn)
@@ -308,8 +313,8 @@ def contents(
 
 
 @torch.no_grad()
-def stage(state: State, division: WriteDivision, *, is_copied: bool) -> dict[str, Tensor]:
-    """Return name in this rank's file -> tensor to write.
+def stage(state: State, division: WriteDivision, *, is_copied: bool) -> Staged:
+    """Return name in this rank's file -> tensor to write, or what fetches it in its turn.
 
     Args:
         state: State of this rank.
@@ -317,13 +322,24 @@ def stage(state: State, division: WriteDivision, *, is_copied: bool) -> dict[str
         is_copied: Return copies on the host, which the next step does not change.
     """
     planner = _Planner(state)
-    staged = {}
+    staged: Staged = {}
     for name, item in division.items.items():
+        if chunks := state.chunks.get(item.index.fqn):
+            staged[name] = partial(chunks.part, item.index)
+            continue
         tensor = planner.resolve_data(item)
         if not isinstance(tensor, Tensor):
             raise TypeError(f"{name} is no tensor")
         staged[name] = tensor.detach().to("cpu", copy=True) if is_copied else tensor.detach()
     return staged
+
+
+def take(staged: Staged, name: str) -> Tensor:
+    """Return the next tensor to write, and report progress if training waits for it."""
+    if threading.current_thread() is threading.main_thread():
+        beat()
+    found = staged.pop(name)
+    return found if isinstance(found, Tensor) else found()
 
 
 def digests(state: State) -> dict[str, bytes]:

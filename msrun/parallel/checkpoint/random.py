@@ -22,7 +22,7 @@ from msrun.parallel.auto.dropout_rng import DropoutRng
 from msrun.parallel.checkpoint.checksums import DataFiles
 from msrun.parallel.checkpoint.schema import Index
 from msrun.parallel.checkpoint.tensors import read_tensor
-from msrun.parallel.layout import MeshLayout
+from msrun.parallel.notation.mesh_layout import MeshLayout
 from msrun.parallel.rank_context import RankContext
 
 # Names of tensors in a checkpoint: this, the rank, a point, and the kind.

@@ -18,6 +18,7 @@ from torch.nn.parallel import DistributedDataParallel
 from torch.optim import Optimizer
 
 from msrun.errors import CheckpointError
+from msrun.parallel.checkpoint.packed import TensorChunks
 from msrun.parallel.config import DATA_AXIS
 from msrun.parallel.local import is_sharded
 from msrun.parallel.uneven_rows.rows import RowRange, rows_of, tensors_of_rows
@@ -50,6 +51,7 @@ class State(msgspec.Struct, kw_only=True):
             differ.  Any rank's would do, but all must come from one, so that they fit each other:
             the lowest.
         rows: Name of a tensor -> which rows of a table it has, where ranks have runs of any length.
+        chunks: Name of a tensor without memory -> the parts of it that this rank can fetch.
     """
 
     tensors: dict[str, Tensor] = {}
@@ -57,6 +59,7 @@ class State(msgspec.Struct, kw_only=True):
     values: dict[str, Any] = {}
     common: set[str] = set()
     rows: dict[str, RowRange] = {}
+    chunks: dict[str, TensorChunks] = {}
 
 
 class TensorNames:

@@ -24,9 +24,10 @@ from msrun.bounded_file import read_bounded
 from msrun.errors import ConfigError
 from msrun.parallel.checkpoint.state import Models, clean, each_model
 from msrun.parallel.config import DATA_AXIS
-from msrun.parallel.layout import MeshLayout, plan_axes
+from msrun.parallel.layout import plan_axes
 from msrun.parallel.local import is_sharded
 from msrun.parallel.notation.dims import dim_of
+from msrun.parallel.notation.mesh_layout import MeshLayout
 from msrun.parallel.settings.plan_rules import Dim, PlanRule
 from msrun.units import quoted
 

@@ -20,7 +20,7 @@ from msrun.parallel.checkpoint.schema import Index, StoredTensor
 from msrun.parallel.checkpoint.state import MODEL, OPTIMIZER, TensorNames
 from msrun.parallel.checkpoint.tensors import TORCH_DTYPES
 from msrun.parallel.config import DATA_AXIS
-from msrun.parallel.local import is_sharded
+from msrun.parallel.local import has_memory, is_sharded
 from msrun.parallel.uneven_rows.rows import RowRange, plain, rows_of, whole_shape
 
 _STEP_COUNT = "step"
@@ -223,6 +223,8 @@ def _tensor_for(
         if list(rows.shape(current) if rows and is_part else current.shape) == shape:
             return current.detach()
     if list(whole_shape(param)) == shape and not name.endswith(f".{_STEP_COUNT}"):
+        if not has_memory(own):
+            return torch.zeros((), dtype=dtype, device=own.device).expand(shape)
         return torch.zeros_like(own.detach(), dtype=dtype)
     if (is_sharded(param) or rows) and shape:
         raise CheckpointError(

@@ -12,6 +12,7 @@ Long Sequence Transformer Models", 2023.
 from __future__ import annotations
 
 import math
+from collections.abc import Sequence
 from dataclasses import dataclass
 
 import torch
@@ -20,8 +21,10 @@ from torch import Tensor
 from torch.nn import functional
 
 from msrun.parallel.collectives import all_gather, all_to_all
+from msrun.parallel.context.documents import Documents
 
 _HEADS = 1
+_TOKENS = 2
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -34,12 +37,16 @@ class Attention:
         scale: Factor of the scores; None is that of torch.
         keys: Of (samples, 1 or heads, 1, tokens of this rank): the keys that may be seen, or what
             is added to their scores; None for all.
+        rows: The same of pairs, (samples or 1, 1 or heads, tokens of this rank, all tokens).
+        documents: Of which tokens see those of their own document alone; None has one of all.
     """
 
     group: dist.ProcessGroup
     is_causal: bool
     scale: float | None
     keys: Tensor | None
+    rows: Tensor | None = None
+    documents: Documents | None = None
 
 
 def by_heads(ask: Attention, query: Tensor, key: Tensor, value: Tensor) -> Tensor:
@@ -54,9 +61,16 @@ def by_heads(ask: Attention, query: Tensor, key: Tensor, value: Tensor) -> Tenso
         parts = [
             _all_tokens(x.unflatten(_HEADS, (ranks, -1)), ask.group) for x in (query, key, value)
         ]
-    mask = _mask(ask, query)
+    if ask.documents:
+        output = _of_documents(ask, ask.documents, parts)
+    else:
+        output = _attention(ask, parts, _mask(ask, query))
+    return _all_heads(output, ask.group)
+
+
+def _attention(ask: Attention, parts: Sequence[Tensor], mask: Tensor | None = None) -> Tensor:
     q, k, v = parts
-    output = functional.scaled_dot_product_attention(
+    return functional.scaled_dot_product_attention(
         q,
         k,
         v,
@@ -65,7 +79,16 @@ def by_heads(ask: Attention, query: Tensor, key: Tensor, value: Tensor) -> Tenso
         scale=ask.scale,
         enable_gqa=q.shape[_HEADS] != k.shape[_HEADS],
     )
-    return _all_heads(output, ask.group)
+
+
+def _of_documents(ask: Attention, documents: Documents, parts: Sequence[Tensor]) -> Tensor:
+    """Return attention of each document by itself, which needs no mask of pairs."""
+    samples = []
+    for at, sizes in enumerate(documents.sizes):
+        of_sample = [x[at : at + 1].split(sizes, _TOKENS) for x in parts]
+        found = [_attention(ask, document) for document in zip(*of_sample, strict=True)]
+        samples.append(torch.cat(found, _TOKENS))
+    return torch.cat(samples)
 
 
 def _repeated(x: Tensor, ranks: int) -> Tensor:
@@ -87,10 +110,11 @@ def _all_heads(x: Tensor, group: dist.ProcessGroup) -> Tensor:
 
 
 def _mask(ask: Attention, query: Tensor) -> Tensor | None:
-    """Return the mask of all keys, and of later ones; None without one of keys."""
-    if ask.keys is None:
+    """Return the mask of all keys or pairs, and of later keys; None without one."""
+    given = ask.keys if ask.rows is None else ask.rows
+    if given is None:
         return None
-    keys = all_gather(ask.keys, ask.group, -1)
+    keys = all_gather(given, ask.group, -1 if ask.rows is None else _TOKENS)
     if keys.shape[_HEADS] > 1:
         keys = keys.tensor_split(ask.group.size(), _HEADS)[ask.group.rank()]
     if not ask.is_causal:

@@ -9,7 +9,8 @@ from torch import Tensor, nn
 from torch.nn import functional
 
 from msrun.errors import ModelError
-from msrun.parallel.losses.batch import StepBatch, map_leaves, tensors_in
+from msrun.parallel.context.documents import Documents, by_positions
+from msrun.parallel.losses.batch import StepBatch, batch_size, map_leaves, tensors_in
 
 _IGNORED = -100
 
@@ -22,12 +23,14 @@ class Cut(NamedTuple):
         is_cut: For each tensor in it, in order, whether it has tokens in dim 1.
         tokens: Tokens of each sequence in this part.
         real: For (samples, tokens of all ranks) whether attention may see them; None for all.
+        documents: That a model of transformers finds by its positions; None for one alone.
     """
 
     batch: StepBatch
     is_cut: list[bool]
     tokens: int
     real: Tensor | None
+    documents: Documents | None
 
 
 def cut_batch(key: str, model: nn.Module, batch: StepBatch, index: int, ranks: int) -> Cut:
@@ -43,7 +46,7 @@ def cut_batch(key: str, model: nn.Module, batch: StepBatch, index: int, ranks: i
     Raises:
         ModelError: Tokens do not divide, or what a model of transformers does is not supported.
     """
-    batch, real = _of_transformers(key, model, batch)
+    batch, real, documents = _of_transformers(key, model, batch)
     tensors = tensors_in(batch)
     first = next((tensor for tensor in tensors if tensor.dim() > 1), None)
     if first is None:
@@ -72,20 +75,20 @@ def cut_batch(key: str, model: nn.Module, batch: StepBatch, index: int, ranks: i
     def part(tensor: Tensor) -> Tensor:
         return tensor.narrow(1, index * size, size).contiguous() if next(left) else tensor
 
-    return Cut(map_leaves(part, batch), is_cut, size, real)
+    return Cut(map_leaves(part, batch), is_cut, size, real, documents)
 
 
 def _of_transformers(
     key: str, model: nn.Module, batch: StepBatch
-) -> tuple[StepBatch, Tensor | None]:
-    """Return a batch for a model of transformers whose parts make the whole, and its padding.
+) -> tuple[StepBatch, Tensor | None, Documents | None]:
+    """Return a batch for a model of transformers, and its padding and documents.
 
     Labels are shifted while the token behind a part is there, and the mask of padding is kept,
     since the model would make one of pairs of tokens in its part.
     """
     config = getattr(model, "config", None)
     if not any(kind.__module__.startswith("transformers.") for kind in type(model).__mro__):
-        return batch, None
+        return batch, None, None
     _check_transformers(key, config)
     named = dict(batch.named)
     labels = named.get("labels")
@@ -100,18 +103,15 @@ def _of_transformers(
         named["shift_labels"] = functional.pad(labels[:, 1:], (0, 1), value=_IGNORED)
     mask = named.get("attention_mask")
     places = named.get("position_ids")
-    if isinstance(places, Tensor) and mask is None and bool((places.diff(dim=-1) != 1).any()):
-        raise ModelError(
-            f"{key}.style: context: position_ids that begin anew make documents of a sequence, and "
-            "attention within documents alone is not supported",
-            hint="give rt.step one document in each sequence",
-        )
+    documents = None
+    if isinstance(places, Tensor) and places.dim() == 2 and mask is None:  # noqa: PLR2004 - as below
+        documents = by_positions(places, batch_size(batch))
     real = None
     if isinstance(mask, Tensor) and mask.dim() == 2:  # noqa: PLR2004 - of samples and tokens
         del named["attention_mask"]
         if not bool(mask.all()):
             real = mask.bool()
-    return batch._replace(named=named), real
+    return batch._replace(named=named), real, documents
 
 
 def _takes_all(model: nn.Module) -> bool:

@@ -45,6 +45,7 @@ _SCORES_MAX = 1 << 20
 def around(ask: Attention, query: Tensor, key: Tensor, value: Tensor) -> Tensor:
     """Return attention of (samples, heads, tokens of this rank, width), around the ring."""
     keys = None if ask.keys is None else all_gather(ask.keys, ask.group, -1)
+    keys = keys if ask.rows is None else ask.rows
     if keys is not None and keys.dtype == torch.bool:
         added = torch.zeros(keys.shape, dtype=_wide(query), device=keys.device)
         keys = added.masked_fill(~keys, -math.inf)
@@ -52,7 +53,8 @@ def around(ask: Attention, query: Tensor, key: Tensor, value: Tensor) -> Tensor:
     if ask.is_causal:
         tensors = [_apply(_Halves, x, ask.group, False) for x in tensors]  # noqa: FBT003
     scale = 1 / math.sqrt(query.shape[-1]) if ask.scale is None else ask.scale
-    output = _apply(_Ring, *tensors, keys, ask.group, ask.is_causal, scale)
+    numbers = ask.documents and ask.documents.of_tokens
+    output = _apply(_Ring, *tensors, keys, numbers, ask.group, ask.is_causal, scale)
     return _apply(_Halves, output, ask.group, True) if ask.is_causal else output  # noqa: FBT003
 
 
@@ -113,12 +115,14 @@ class _Block(NamedTuple):
         columns: Where the keys are in the part that arrived.
         is_diagonal: Whether queries see only keys up to their own place.
         first: Number of the first of these keys in the sequence.
+        start: Number of the first of the queries in the sequence.
     """
 
     rows: slice
     columns: slice
     is_diagonal: bool
     first: int
+    start: int
 
 
 def blocks_of(rank: int, source: int, ranks: int, tokens: int, *, is_causal: bool) -> list[_Block]:
@@ -132,6 +136,7 @@ def blocks_of(rank: int, source: int, ranks: int, tokens: int, *, is_causal: boo
             slice(of * size, (of + 1) * size),
             is_causal and chunk == other,
             other * size,
+            chunk * size,
         )
         for at, chunk in enumerate(mine)
         for of, other in enumerate(theirs)
@@ -147,6 +152,7 @@ class _Ring(Function):
         key: Tensor,
         value: Tensor,
         keys: Tensor | None,
+        numbers: Tensor | None,
         group: dist.ProcessGroup,
         is_causal: bool,  # noqa: FBT001
         scale: float,
@@ -157,17 +163,17 @@ class _Ring(Function):
         for source, (k, v) in _travelling((key, value), group):
             blocks = blocks_of(rank, source, ranks, key.shape[_TOKENS], is_causal=is_causal)
             for block in blocks:
-                for rows, columns, hidden in _pieces(block, keys, query.device):
+                for rows, columns, hidden in _pieces(block, keys, numbers, query):
                     scores = _scores(query[:, :, rows], k[:, :, columns], scale, hidden)
                     _join(output[:, :, rows], lse[:, :, rows], scores, v[:, :, columns])
         result = output.to(query.dtype)
-        ctx.save_for_backward(query, key, value, keys, result, lse)
+        ctx.save_for_backward(query, key, value, keys, numbers, result, lse)
         ctx.how = group, is_causal, scale
         return result
 
     @staticmethod
     def backward(ctx: Any, gradient: Tensor) -> tuple[Tensor | None, ...]:
-        query, key, value, keys, output, lse = ctx.saved_tensors
+        query, key, value, keys, numbers, output, lse = ctx.saved_tensors
         group, is_causal, scale = ctx.how
         ranks, rank, wide = group.size(), group.rank(), _wide(query)
         delta = (gradient.to(wide) * output.to(wide)).sum(-1, keepdim=True)
@@ -176,7 +182,7 @@ class _Ring(Function):
         for source, (k, v) in _travelling((key, value), group):
             blocks = blocks_of(rank, source, ranks, key.shape[_TOKENS], is_causal=is_causal)
             for block in blocks:
-                for rows, columns, hidden in _pieces(block, keys, query.device):
+                for rows, columns, hidden in _pieces(block, keys, numbers, query):
                     part = (query[:, :, rows], k[:, :, columns], v[:, :, columns])
                     seen = (lse[:, :, rows], delta[:, :, rows], gradient[:, :, rows].to(wide))
                     found = _gradients(part, seen, scale, hidden)
@@ -186,7 +192,7 @@ class _Ring(Function):
             # Gradients follow their keys, and after the last step go home.
             sums = _Transfer(sums, group).wait()
         of_inputs = (x.to(query.dtype) for x in (of_query, *sums))
-        return (*of_inputs, None, None, None, None)
+        return (*of_inputs, None, None, None, None, None)
 
 
 def _wide(x: Tensor) -> torch.dtype:
@@ -232,9 +238,16 @@ def _travelling(
 
 
 def _pieces(
-    block: _Block, keys: Tensor | None, device: torch.device
+    block: _Block, keys: Tensor | None, numbers: Tensor | None, query: Tensor
 ) -> Iterator[tuple[slice, slice, Tensor | None]]:
-    """Yield queries, keys and what is added to their scores, a bounded number at a time."""
+    """Yield queries, keys and what is added to their scores, a bounded number at a time.
+
+    Args:
+        block: Queries and keys.
+        keys: What is added to the scores of all keys, for all queries or for those of this rank.
+        numbers: Of the document of each token in the sequence.
+        query: Of this rank.
+    """
     start, stop = block.rows.start, block.rows.stop
     width = block.columns.stop - block.columns.start
     size = max(1, _SCORES_MAX // max(width, 1))
@@ -245,9 +258,17 @@ def _pieces(
             end = block.columns.start + last - start
         columns = slice(block.columns.start, end)
         width = end - block.columns.start
-        added = None if keys is None else keys[..., block.first : block.first + width]
+        seen = slice(block.first, block.first + width)
+        added = None if keys is None else keys[..., seen]
+        if added is not None and added.shape[_TOKENS] > 1:
+            added = added[:, :, first:last]
+        if numbers is not None:
+            of_rows = numbers[:, block.start + first - start : block.start + last - start]
+            others = of_rows[:, None, :, None] != numbers[:, None, None, seen]
+            base = query.new_zeros(others.shape) if added is None else added
+            added = base.masked_fill(others, -math.inf)
         if block.is_diagonal:
-            added = _causal(added, first - start, last - first, width, device)
+            added = _causal(added, first - start, last - first, width, query.device)
         yield slice(first, last), columns, added
 
 

@@ -43,7 +43,10 @@ from torch.overrides import TorchFunctionMode
 from msrun.errors import ModelError
 from msrun.parallel.collectives import all_gather
 from msrun.parallel.context.attention import Attention, by_heads
+from msrun.parallel.context.documents import FINDERS, Documents
+from msrun.parallel.context.masks import SequencePart
 from msrun.parallel.context.parts import Cut, cut_batch
+from msrun.parallel.context.positions import first_rows, range_of
 from msrun.parallel.context.ring import around
 from msrun.parallel.context.token_calls import TokenPlace
 from msrun.parallel.context.token_watch import TokenWatch
@@ -88,6 +91,9 @@ class Sequences(TorchFunctionMode):
         self._cut: Cut | None = None
         self._tokens = 0
         self._real: Tensor | None = None
+        # Of this micro-batch, and whether the model has looked for them.
+        self._documents: Documents | None = None
+        self._has_documents = False
         # Samples of the batch that micro-batches had.
         self._done = 0
         self._is_step = False
@@ -102,6 +108,7 @@ class Sequences(TorchFunctionMode):
             functional.scaled_dot_product_attention: self._attend,
             torch.arange: self._count,
             Tensor.__getitem__: self._take,
+            torch.diff: self._find_documents,
         }
         names = set(modules)
         self._all = "" in names
@@ -142,6 +149,8 @@ class Sequences(TorchFunctionMode):
         self._tokens = cut.tokens
         samples = batch_size(part)
         self._real = None if cut.real is None else cut.real.narrow(0, self._done, samples)
+        self._documents = cut.documents and cut.documents.narrow(self._done, samples)
+        self._has_documents = False
         self._done += samples
         if self._watch:
             tensors = zip(tensors_in(part), cut.is_cut, strict=True)
@@ -260,7 +269,7 @@ class Sequences(TorchFunctionMode):
         """`arange`, from the first token of this part on if it counts tokens."""
         watch = self._active_watch()
         result: Tensor = func(*args, **kwargs)
-        start, end, step = _range(args, kwargs)
+        start, end, step = range_of(args, kwargs)
         is_tokens = (start, end, step) == (0, self._tokens, 1)
         if not self._is_meant(watch, "torch.arange", is_tokens=is_tokens):
             return result
@@ -276,7 +285,7 @@ class Sequences(TorchFunctionMode):
         items = index if isinstance(index, tuple) else (index,)
         if not any(isinstance(item, slice) for item in items) or (watch and watch.mark(x)):
             return func(*args, **kwargs)
-        at = _first_rows(x, items, self._tokens, self._ranks.size)
+        at = first_rows(x, items, self._tokens, self._ranks.size)
         if not self._is_meant(watch, "a slice of a table", is_tokens=at is not None) or at is None:
             return func(*args, **kwargs)
         rows = slice(self._first, self._first + self._tokens)
@@ -285,6 +294,17 @@ class Sequences(TorchFunctionMode):
         if watch:
             watch.leave(result, TokenPlace(at.dim))
         return result
+
+    def _find_documents(self, func: Callable[..., Any], args: Any, kwargs: Any) -> Any:
+        """`torch.diff`, by which transformers finds documents: they are those of whole sequences.
+
+        It finds none here, so it makes no mask, and attention follows them.
+        """
+        result = func(*args, **kwargs)
+        if self._documents is None or Path(_site()[0].co_filename).name not in FINDERS:
+            return result
+        self._has_documents = True
+        return torch.ones_like(result)
 
     @property
     def _first(self) -> int:
@@ -324,11 +344,18 @@ class Sequences(TorchFunctionMode):
         if watch:
             self._check_repeated(watch, "attention")
         self._check_attention(query, dropout, is_causal=is_causal)
+        part = SequencePart(self._key, self._first, self._tokens, self._ranks.size)
+        known = None if watch is None or mask is None else watch.mark(mask)
+        is_known = watch is not None
+        rows = None if self._real is not None else part.rows(mask, known, is_known=is_known)
+        keys = part.keys(mask, self._real, known, is_known=is_known) if rows is None else None
         ask = Attention(
             group=self._ranks.group,
             is_causal=is_causal,
             scale=kwargs.get("scale"),
-            keys=self._keys(watch, mask),
+            keys=keys,
+            rows=rows,
+            documents=self._documents if self._has_documents and mask is None else None,
         )
         return (around if self._is_ring(query) else by_heads)(ask, query, key, value)
 
@@ -376,67 +403,6 @@ class Sequences(TorchFunctionMode):
             )
         if problem:
             raise ModelError(f"{self._key}.style: context: the model has {problem}")
-
-    def _keys(self, watch: TokenWatch | None, mask: Tensor | None) -> Tensor | None:
-        """Return the part of a mask of keys that belongs to this rank."""
-        real = self._real
-        if mask is None and real is None:
-            return None
-        if mask is None:
-            first = self._first
-            return None if real is None else real[:, None, None, first : first + self._tokens]
-        known = None if watch is None else watch.mark(mask)
-        is_of_keys = mask.dim() == _DIMS and mask.shape[2:] == (1, self._tokens)
-        if (
-            real is not None
-            or not is_of_keys
-            or mask.requires_grad
-            or (watch and known != TokenPlace(3))
-        ):
-            raise ModelError(
-                f"{self._key}.style: context: attention has a mask of shape {tuple(mask.shape)} "
-                "for the part of a sequence, and is_causal, a mask of keys (samples, 1, 1, tokens) "
-                "or none are supported",
-                hint="let the model use is_causal=True; in transformers give it attention_mask",
-            )
-        return mask
-
-
-class _Rows:
-    """Where an index takes the first rows of a table."""
-
-    def __init__(self, item: int, dim: int) -> None:
-        self.item, self.dim = item, dim
-
-
-def _first_rows(x: Any, items: tuple[Any, ...], tokens: int, ranks: int) -> _Rows | None:
-    """Return which of `items` takes as many first rows of a table as the part has tokens."""
-    old = new = 0
-    for at, item in enumerate(items):
-        if item is None:
-            new += 1
-            continue
-        if item is ... or isinstance(item, Tensor):
-            return None
-        if (
-            isinstance(item, slice)
-            and item.start in (None, 0)
-            and item.stop == tokens
-            and item.step in (None, 1)
-            and x.shape[old] >= tokens * ranks
-        ):
-            return _Rows(at, new)
-        old += 1
-        new += not isinstance(item, int)
-    return None
-
-
-def _range(args: tuple[Any, ...], kwargs: dict[str, Any]) -> tuple[Any, Any, Any]:
-    """Return start, end and step of `arange`."""
-    if len(args) == 1:
-        return kwargs.get("start", 0), args[0], kwargs.get("step", 1)
-    given = dict(zip(("start", "end", "step"), args, strict=False)) | kwargs
-    return given.get("start", 0), given.get("end"), given.get("step", 1)
 
 
 def _attention_arguments(  # noqa: PLR0917 - as of torch

@@ -1,17 +1,17 @@
-"""The copies of one micro-batch: their losses, computed in turns or one after the other."""
+"""The copies of one micro-batch, computed in turns or one after the other."""
 
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
+from typing import TypeVar
 
 import torch
 from torch import Tensor
 
 from msrun.parallel.copies.turns import Turns, order_backward
-from msrun.parallel.losses.terms import PartLoss
 from msrun.parallel.torch_compat import eagerly
 
-Task = Callable[[], PartLoss]
+_ResultT = TypeVar("_ResultT")
 
 
 class Copies:
@@ -28,8 +28,8 @@ class Copies:
         self._device, self._own = device, own
         self._marks: list[list[int]] = []
 
-    def losses(self, tasks: Sequence[Task]) -> list[PartLoss]:
-        """Return the loss of each task, all computed in turns."""
+    def run(self, tasks: Sequence[Callable[[], _ResultT]]) -> list[_ResultT]:
+        """Return the result of each task, all computed in turns."""
         turns = Turns(tasks, self._device, self._own)
         with eagerly():  # what it replaces there is once, and not for each thread
             found = turns.run()
@@ -38,5 +38,9 @@ class Copies:
 
     def joined(self, objectives: Sequence[Tensor]) -> Tensor:
         """Return the sum of what each copy differentiates, whose backward passes take turns."""
-        order_backward([objective.grad_fn for objective in objectives], self._marks)
+        self.order([[objective] for objective in objectives])
         return torch.stack([*objectives]).sum()
+
+    def order(self, ends: Sequence[Sequence[Tensor]]) -> None:
+        """Have one backward pass from all `ends`, those of each copy, take turns."""
+        order_backward([[end.grad_fn for end in of_copy] for of_copy in ends], self._marks)

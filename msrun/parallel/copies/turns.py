@@ -176,16 +176,16 @@ class Turns(Generic[_ResultT]):
             self._batons[self._next(index)].release()
 
 
-def order_backward(roots: Sequence[Any], marks: Sequence[Sequence[int]]) -> None:
+def order_backward(roots: Sequence[Sequence[Any]], marks: Sequence[Sequence[int]]) -> None:
     """Have backward run cut by cut, one copy after the other in each.
 
     Args:
-        roots: Of each copy, the last node of its forward.
+        roots: Of each copy, the last nodes of its forward.
         marks: Of `Turns`.
     """
     seen: set[Any] = set()
-    for index, root in enumerate(roots):
-        left = [root]
+    for index, ends in enumerate(roots):
+        left = list(ends)
         while left:
             node = left.pop()
             if node is None or node in seen or hasattr(node, "variable"):

@@ -99,6 +99,7 @@ class CollectiveOrder:
             _on_second_gradient,
             changed=_on_changed_type,
             completed=self._on_completed,
+            written=_on_written,
         )
 
     @contextlib.contextmanager
@@ -202,6 +203,14 @@ def _on_changed_type(name: str) -> None:
         f"{ROOT}.optimizer.zero: the forward changes the type of {name} or of its gradient, which "
         "ZeRO keeps",
         hint="convert the model before rt.shard, and an input in the forward instead",
+    )
+
+
+def _on_written(name: str) -> None:
+    raise ModelError(
+        f"{ROOT}.optimizer.zero: {name} was written while it is gathered in another type, whose "
+        "rounding its shards would get",
+        hint="write it between steps, or choose parallel.optimizer.dtype as that of the model",
     )
 
 

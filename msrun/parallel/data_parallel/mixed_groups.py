@@ -102,11 +102,12 @@ def _named_errors(optimizer: torch.optim.Optimizer) -> Iterator[None]:
     try:
         yield
     except RuntimeError as error:
-        if "DTensor" not in str(error) and "placement" not in str(error):
+        if not any(word in str(error) for word in ("DTensor", "placement", "sharding strategy")):
             raise
         raise ModelError(
             f"{type(optimizer).__name__} cannot update sharded parameters: {error}",
-            hint="choose another such as AdamW, or give it only replicated parameters",
+            hint="choose another such as AdamW, leave out fused=True, or give it only replicated "
+            "parameters",
         ) from None
 
 

@@ -23,7 +23,8 @@ from msrun.parallel import torch_compat
 from msrun.parallel.config import DATA_AXIS, ParallelConfig
 from msrun.parallel.data_parallel import sparse_embedding
 from msrun.parallel.data_parallel.reducer import GradientReducer, fill_buckets
-from msrun.parallel.layout import EXPERT_COPIES, MeshLayout
+from msrun.parallel.layout import EXPERT_COPIES
+from msrun.parallel.notation.mesh_layout import MeshLayout
 from msrun.parallel.rank_context import RankContext
 from msrun.parallel.tensor.plan import ModulePlan
 from msrun.parallel.uneven_rows.rows import rows_of
@@ -84,7 +85,8 @@ class Checks(NamedTuple):
 def is_sharding(config: ParallelConfig, layout: MeshLayout) -> bool:
     """Return whether optimizer parallel shards: over ranks, or for its type or the host on one."""
     settings, degree = config.optimizer, layout.size(DATA_AXIS)
-    is_for_one = DATA_AXIS in layout.axes and (settings.offload or settings.dtype is not None)
+    has_use = bool(settings.offload) or settings.dtype is not None
+    is_for_one = DATA_AXIS in layout.axes and has_use
     return settings.zero > 0 and (degree > 1 or is_for_one)
 
 
@@ -119,7 +121,7 @@ def shard_parameters(
         experts: Modules whose experts ranks share.
         on_host: Parameters that stay whole, on the host.
     """
-    from msrun.parallel.data_parallel import zero
+    from msrun.parallel.data_parallel import zero, zero_errors
     from msrun.parallel.data_parallel.collective_order import CollectiveOrder
     from msrun.parallel.data_parallel.parts_alone import gather_for_parts
 
@@ -136,6 +138,7 @@ def shard_parameters(
         experts = ()
     module = zero.apply(config, context, model, units, replicated, experts=experts)
     level = config.optimizer.zero
+    zero_errors.name_errors_of(model, level)
     order = CollectiveOrder(module, context.group(DATA_AXIS), context.device, level=level)
     if config.pipeline:
         model.reduces_once = level == 1  # type: ignore[assignment]

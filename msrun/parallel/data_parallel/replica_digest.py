@@ -38,8 +38,9 @@ from torch import Tensor, nn
 from msrun.errors import RanksDisagreeError
 from msrun.parallel.config import DATA_AXIS, PIPELINE_AXIS, ParallelConfig
 from msrun.parallel.exchange import messages
-from msrun.parallel.layout import EXPERT_AXIS, EXPERT_COPIES
+from msrun.parallel.layout import EXPERT_COPIES
 from msrun.parallel.local import is_sharded, local_part
+from msrun.parallel.notation.mesh_layout import EXPERT_AXIS
 from msrun.parallel.rank_context import RankContext
 from msrun.parallel.uneven_rows.rows import rows_of
 

@@ -16,7 +16,7 @@ from torch.nn import Parameter
 
 from msrun.errors import ModelError
 from msrun.parallel.config import DATA_AXIS, ROOT, ParallelConfig
-from msrun.parallel.layout import MeshLayout
+from msrun.parallel.notation.mesh_layout import MeshLayout
 from msrun.parallel.tensor.plan import ModulePlan
 
 Table = nn.Embedding | nn.EmbeddingBag
@@ -33,7 +33,7 @@ def check(
         ModelError: A table has such an option.
     """
     ranks = layout.size(DATA_AXIS)
-    parts = ranks * (config.pipeline.microbatches if config.pipeline else config.parts)
+    parts = ranks * config.parts
     for name, table in _tables(model):
         plan = plans.get(name)
         if table.max_norm is not None and (ranks > 1 or plan):

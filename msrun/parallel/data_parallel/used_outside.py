@@ -6,7 +6,7 @@ of one, this is no unit, and its parameters belong to the module around it, whic
 all through its forward.
 
 This only chooses units.  A use that the text does not show, such as one through a variable, is
-refused when it happens (`zero.named_errors`).
+refused when it happens (`zero_errors.named_errors`).
 """
 
 from __future__ import annotations

@@ -61,9 +61,10 @@ from msrun.parallel import torch_compat
 from msrun.parallel.config import DATA_AXIS, ROOT, ParallelConfig
 from msrun.parallel.data_parallel.used_outside import units_used_outside
 from msrun.parallel.foreach.lists import support_lists
-from msrun.parallel.layout import EXPERT_AXIS, EXPERT_COPIES
+from msrun.parallel.layout import EXPERT_COPIES
 from msrun.parallel.local import is_sharded, local_part, replace_parameter
 from msrun.parallel.match import matching
+from msrun.parallel.notation.mesh_layout import EXPERT_AXIS
 from msrun.parallel.rank_context import RankContext
 from msrun.parallel.settings.steps import PRECISIONS
 from msrun.parallel.tensor.plan import ModulePlan
@@ -372,51 +373,6 @@ def _data_mesh(root_mesh: DeviceMesh) -> DeviceMesh:
     if EXPERT_COPIES in names:
         return torch_compat.joined(root_mesh[EXPERT_COPIES, EXPERT_AXIS], DATA_AXIS)
     return root_mesh[tuple(name for name in names if name.startswith("dp"))]
-
-
-@contextlib.contextmanager
-def named_errors(model: nn.Module, level: int) -> Iterator[None]:
-    """Say in one sentence what the model or the loss did with parameters that are not gathered.
-
-    Raises:
-        ModelError: It used one outside of the forward of its unit.
-    """
-    try:
-        yield
-    except RuntimeError as error:
-        if "RegisterPostBackwardFunction is a view and is being modified" in str(error):
-            raise ModelError(
-                f"{ROOT}.optimizer.zero: a module writes its input in place, which is a view of "
-                "what torch watches there",
-                hint="write a copy: x = x.clone()",
-            ) from None
-        if torch_compat.is_of_compiler(error):
-            raise ModelError(
-                f"{ROOT}.optimizer.zero: torch.cond or another operator that compiles what it "
-                f"calls cannot call modules whose parameters are gathered: {_first_line(error)}",
-                hint="call the modules outside of its functions, or choose zero 0",
-            ) from None
-        if "mixed torch.Tensor and DTensor" not in str(error):
-            raise
-        names = [
-            name
-            for name, module in model.named_modules()
-            if name
-            and isinstance(module, FSDPModule)
-            # Both are one class, which mypy does not know.
-            and any(map(is_sharded, model.get_submodule(name).parameters()))
-        ] or ["those of no unit"]
-        more = f" and {len(names) - _NAMES_SHOWN} more" if len(names) > _NAMES_SHOWN else ""
-        raise ModelError(
-            f"{ROOT}.optimizer.zero: a parameter was used outside of the forward of its module, "
-            f"where level {level} has not gathered it: of {', '.join(names[:_NAMES_SHOWN])}{more}",
-            hint=f"name the other modules in {ROOT}.optimizer.modules, since parameters of no unit "
-            "are gathered all through forward; in the loss, call full_tensor() of a parameter",
-        ) from None
-
-
-def _first_line(error: BaseException) -> str:
-    return str(error).strip().partition("\n")[0]
 
 
 @contextlib.contextmanager

@@ -23,7 +23,7 @@ from msrun.parallel import torch_compat
 from msrun.parallel.deferred.init import materialize
 from msrun.parallel.deferred.log import ConstructorLog, StorageSlot, View, slot_of, tensors_of
 from msrun.parallel.local import is_sharded, local_part
-from msrun.parallel.uneven_rows.rows import rows_of
+from msrun.parallel.uneven_rows.rows import TablePart, rows_of
 
 _REGISTERED = frozenset(("_parameters", "_buffers", "_modules"))
 
@@ -175,7 +175,7 @@ def move(model: nn.Module, device: torch.device) -> None:
 
 def _allocate(model: nn.Module, device: torch.device, on_host: Collection[Parameter]) -> None:
     host = {id(param) for param in on_host}
-    attributes = [(param, dict(vars(param))) for param in model.parameters()]
+    attributes = [(param, type(param), dict(vars(param))) for param in model.parameters()]
     made: dict[int, Tensor] = {}
 
     def make(tensor: Tensor) -> Tensor:
@@ -194,7 +194,9 @@ def _allocate(model: nn.Module, device: torch.device, on_host: Collection[Parame
             f"a parameter can not be given memory: {error.__cause__ or error}",
             hint="weak references to it, and results computed from it, must be gone by rt.shard",
         ) from error
-    for param, saved in attributes:
+    for param, kind, saved in attributes:
+        if rows_of(param) is None and issubclass(kind, TablePart):  # torch makes plain ones
+            param.__class__ = kind
         for name, value in saved.items():
             vars(param).setdefault(name, value)
 

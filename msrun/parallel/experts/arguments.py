@@ -9,7 +9,7 @@ from torch import Tensor
 from torch.distributed.tensor import DTensor, Replicate
 
 from msrun.errors import ModelError
-from msrun.parallel.layout import EXPERT_AXIS
+from msrun.parallel.notation.mesh_layout import EXPERT_AXIS
 
 TAKEN = "tokens (rows, width), their experts (rows, k), and the weights of these (rows, k)"
 _TOKEN_DIMS = 2
@@ -40,7 +40,7 @@ class Arguments:
         self._name = name
         self._count = len(args)
         self._keys = tuple(kwargs)
-        self._values = [_plain(value) for value in (*args, *kwargs.values())]
+        self._values = [plain_of(value) for value in (*args, *kwargs.values())]
         self._places = self._find()
         tokens, index, weights = (self._values[place] for place in self._places)
         self.routed: tuple[Tensor, Tensor, Tensor] = tokens, index, weights
@@ -105,7 +105,7 @@ class Arguments:
         )
 
 
-def _plain(value: Any) -> Any:
+def plain_of(value: Any) -> Any:
     """Return all of a tensor that an operator plan has sharded or replicated."""
     if not isinstance(value, DTensor):
         return value

@@ -10,7 +10,7 @@ few tokens: all at once, and each token with each expert by itself.
 from __future__ import annotations
 
 import contextlib
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 
 import torch
 from torch import Tensor, nn
@@ -66,7 +66,7 @@ class Probe:
         chosen = [0, experts - 1][: index[:1].numel()]
         of_rows = index.new_tensor(chosen).expand(_ROWS, -1)
         factors = weights.new_tensor(_FACTORS[: len(chosen)]).expand(_ROWS, -1)
-        with _evaluating(self._module), torch.random.fork_rng(devices=[]):
+        with evaluating(self._module), torch.random.fork_rng(devices=[]):
             together = call(rows, *_like(index, of_rows, factors))
             apart = torch.zeros_like(together)
             for i, factor in zip(of_rows.split(1, 1), factors.split(1, 1), strict=True):
@@ -85,13 +85,40 @@ class Probe:
             )
 
 
+@torch.no_grad()
+def check_rows_apart(name: str, expert: Callable[..., Tensor], rows: Sequence[Tensor]) -> bool:
+    """Refuse an expert that computes something else of rows together than of each by itself.
+
+    Args:
+        name: Of the experts, for messages.
+        expert: Of this rank, which draws no dropout.
+        rows: What it is called with.
+
+    Returns:
+        Whether it showed anything.
+    """
+    few = [x.detach()[:_ROWS] for x in rows]
+    with torch.random.fork_rng(devices=[]):
+        together = expert(*few)
+        apart = torch.cat([expert(*row) for row in zip(*(x.split(1) for x in few), strict=True)])
+    largest = together.abs().max()
+    if not bool((largest > 0) & largest.isfinite()):
+        return False
+    if not bool((together - apart).abs().max() <= largest * _GAP_MAX):
+        raise ModelError(
+            f"{name}: what an expert computes of a row depends on other rows, some of which come "
+            "from other ranks"
+        )
+    return True
+
+
 def _like(index: Tensor, *values: Tensor) -> list[Tensor]:
     """Return `values` of (rows, 1) as (rows,), if the module gets its `index` so."""
     return [value.flatten() if index.dim() == 1 else value for value in values]
 
 
 @contextlib.contextmanager
-def _evaluating(module: nn.Module) -> Iterator[None]:
+def evaluating(module: nn.Module) -> Iterator[None]:
     """Have `module` draw no dropout inside."""
     modes = [(part, part.training) for part in module.modules()]
     for part, _ in modes:

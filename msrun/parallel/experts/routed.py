@@ -48,12 +48,14 @@ from torch.nn import Parameter
 from msrun.errors import ModelError
 from msrun.parallel import torch_compat
 from msrun.parallel.config import DATA_AXIS, ParallelConfig
+from msrun.parallel.experts import listed
 from msrun.parallel.experts.arguments import TAKEN, Arguments
 from msrun.parallel.experts.dispatch import route, sent, sent_back, summed, taken
 from msrun.parallel.experts.probe import Probe
 from msrun.parallel.foreach.lists import support_lists
-from msrun.parallel.layout import EXPERT_AXIS, EXPERT_COPIES
+from msrun.parallel.layout import EXPERT_COPIES
 from msrun.parallel.local import is_sharded, replace_parameter
+from msrun.parallel.notation.mesh_layout import EXPERT_AXIS
 from msrun.parallel.rank_context import RankContext
 from msrun.parallel.tensor.plan import ModulePlan
 
@@ -75,12 +77,19 @@ def apply(
     copies = context.layout.size(DATA_AXIS) // context.layout.ep
     # `fully_shard` adds its own axis to that of the experts; without it theirs shows the copies.
     is_gathered = config.optimizer.zero and copies > 1
+    whole_mesh = context.root_mesh[EXPERT_COPIES, EXPERT_AXIS]
     mesh = context.root_mesh[(EXPERT_AXIS,) if is_gathered else (EXPERT_COPIES, EXPERT_AXIS)]
     share = 1.0 if config.reduce.op == "sum" else 1.0 / context.layout.ep
+    is_kept = bool(config.recompute and config.recompute.save)
     found: list[nn.Module] = []
     for name in names:
         module = model.get_submodule(name)
-        _check(name, module)
+        if not plans[name].params:
+            found += listed.divide(
+                model, name, whole_mesh, context.device, share=share, is_kept=is_kept
+            )
+            continue
+        check_module(name, module)
         experts = next(iter(module.parameters())).size(0)
         for param, tensor in list(module.named_parameters(recurse=False)):
             setattr(module, param, _shard(tensor, mesh))
@@ -89,7 +98,7 @@ def apply(
     return found
 
 
-def _check(name: str, module: nn.Module) -> None:
+def check_module(name: str, module: nn.Module) -> None:
     """Refuse a module whose forward needs more than the weights of experts."""
     for child, inside in module.named_children():
         if any(True for _ in inside.parameters()):

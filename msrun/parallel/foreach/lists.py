@@ -1,12 +1,13 @@
-"""`clip_grad_norm_` and `AveragedModel` of torch on models of `rt.shard`.
+"""`clip_grad_norm_`, `AveragedModel` and `GradScaler` of torch on models of `rt.shard`.
 
 The problem.  A plan, or a threshold of ZeRO, leaves some parameters plain and makes DTensors of
-others.  Both functions pass all of them in one list to one operator, which DTensor refuses.  And
-the norm of a DTensor is a DTensor, whose value a script prints as that of its rank alone.
+others.  All three pass all of them in one list to one operator, which DTensor refuses.  And the
+norm of a DTensor is a DTensor, whose value a script prints as that of its rank alone.
 
-The idea.  Both first group their tensors by device and type, with one function of torch, in a place
-of their own.  With sharded tensors in the lists it groups by mesh too.  The norm is computed here
-over all ranks, as a plain number.  Lists without a sharded tensor go to torch as they came.
+The idea.  The first two group their tensors by device and type, with one function of torch, in a
+place of their own.  With sharded tensors in the lists it groups by mesh too.  The norm is computed
+here over all ranks, as a plain number.  A scaler unscales the parts of this rank, and all ranks
+that have parts skip a step together.  Lists without a sharded tensor go to torch as they came.
 
 A stage of a pipeline has plain gradients and part of the model, so a norm over them is refused.
 """
@@ -15,7 +16,7 @@ from __future__ import annotations
 
 import math
 import weakref
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from typing import Any
 
 import torch
@@ -32,11 +33,13 @@ Groups = tuple[dist.ProcessGroup, ...]
 
 _stages: weakref.WeakSet[nn.Module] = weakref.WeakSet()
 _parts: list[tuple[weakref.ref[Parameter], str]] = []
+# Of parameters with a gradient on some ranks alone.
+_uneven: list[tuple[weakref.ref[Parameter], str]] = []
 
 
 def support_lists() -> None:
     """Have torch's functions take plain and sharded tensors from now on; a second call is none."""
-    torch_compat.replace_list_functions(_mesh_of, _norm)
+    torch_compat.replace_list_functions(_mesh_of, _norm, _unscale)
 
 
 def refuse_norms(stage: nn.Module) -> None:
@@ -49,6 +52,13 @@ def refuse_norms_of(param: Parameter, name: str) -> None:
     """Have torch's clipping refuse the gradient of `param`, of which this rank has a part."""
     _parts[:] = [each for each in _parts if each[0]() is not None]
     _parts.append((weakref.ref(param), name))
+    support_lists()
+
+
+def refuse_scaling_of(param: Parameter, name: str) -> None:
+    """Have torch's scalers refuse the gradient of `param`, which other ranks may not have."""
+    _uneven[:] = [each for each in _uneven if each[0]() is not None]
+    _uneven.append((weakref.ref(param), name))
     support_lists()
 
 
@@ -87,6 +97,31 @@ def _norm(tensors: Sequence[Tensor], order: float) -> Tensor | None:
         norms.append(norm.to(tensors[0].device))
     total: Tensor = torch.linalg.vector_norm(torch.cat(norms), order)
     return total
+
+
+def _unscale(
+    unscale: Callable[..., None], tensors: list[Tensor], found: Tensor, inverse: Tensor
+) -> None:
+    """Unscale gradients; `found` becomes 1 on all ranks if one of some rank is not finite."""
+    if _uneven:
+        _check_uneven(tensors)
+    if not any(map(is_sharded, tensors)):
+        unscale(tensors, found, inverse)
+        return
+    unscale([x.to_local() if is_sharded(x) else x for x in tensors], found, inverse)
+    for group in dict.fromkeys(group for tensor in tensors for group in _local(tensor)[0]):
+        dist.all_reduce(found, dist.ReduceOp.MAX, group=group)
+
+
+def _check_uneven(tensors: Sequence[Tensor]) -> None:
+    ids = {id(tensor) for tensor in tensors}
+    for reference, name in _uneven:
+        if (param := reference()) is not None and id(param.grad) in ids:
+            raise ModelError(
+                f"{name}: one rank has its gradient, so a scaler would skip a step on that rank "
+                "alone",
+                hint="train in bfloat16, which needs no scaler",
+            )
 
 
 def _check_stages(tensors: Sequence[Tensor]) -> None:

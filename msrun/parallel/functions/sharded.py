@@ -28,7 +28,8 @@ from torch.distributed.tensor import DTensor
 from msrun.errors import ConfigError, ModelError
 from msrun.parallel import torch_compat
 from msrun.parallel.config import DATA_AXIS
-from msrun.parallel.layout import MeshLayout, plan_axes
+from msrun.parallel.layout import plan_axes
+from msrun.parallel.notation.mesh_layout import MeshLayout
 from msrun.parallel.notation.rules import batch_free
 from msrun.parallel.rank_context import RankContext
 from msrun.parallel.settings.plan_rules import UNSHARDED_DIMS, Dims
@@ -127,7 +128,9 @@ class _Sharded:
     ) -> None:
         functools.update_wrapper(self, function, updated=())
         self._function, self._mesh = function, mesh
-        self._guard = Guard(mesh)
+        given = {"in_": inputs, "params": named, "out": outputs}
+        keys = [key for key, value in given.items() if value]
+        self._guard = Guard(mesh, f"{_PLACE}: {', '.join(keys)}" if keys else _PLACE)
         torch_compat.move_shards_by_all_to_all()
         self._name = getattr(function, "__name__", type(function).__name__)
         self._outputs = outputs
@@ -174,7 +177,9 @@ class _Sharded:
             torch_compat.transforming_whole(_gathered),
             self._guard.active(),
         ):
-            return self._returned(self._function(*given, **named))
+            output = self._function(*given, **named)
+            self._guard.check_returned(output)
+            return self._returned(output)
 
     def _placed(self, index: int, value: Any) -> Any:
         name = self._order[index] if index < len(self._order) else ""

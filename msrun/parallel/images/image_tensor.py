@@ -36,9 +36,9 @@ from torch import Tensor
 
 from msrun.errors import ModelError
 from msrun.parallel.collectives import all_gather
-from msrun.parallel.images.parts import Span, Spans, one_each, spans
 from msrun.parallel.images.rows import move_rows
 from msrun.parallel.losses.batch import map_leaves
+from msrun.parallel.notation.image_parts import Span, Spans, one_each, spans
 from msrun.parallel.torch_compat import empty_wrapper
 
 _LIBRARIES = (Path(torch.__file__).parent, Path(__file__).parents[2])

@@ -21,8 +21,8 @@ from msrun.parallel.config import ParallelConfig
 from msrun.parallel.data import MeshLoader, SizedDataset, check_options, make_loader
 from msrun.parallel.images.apply import ImageDims
 from msrun.parallel.images.image_tensor import wrapped
-from msrun.parallel.images.parts import spans
 from msrun.parallel.losses.batch import like, tensors_in, with_items
+from msrun.parallel.notation.image_parts import spans
 from msrun.parallel.rank_context import RankContext
 
 if TYPE_CHECKING:

@@ -7,6 +7,8 @@ can save its result.  The gradient of a row that was received goes back to the r
 
 from __future__ import annotations
 
+import math
+from collections.abc import Callable
 from typing import Any, NamedTuple
 
 import torch
@@ -14,8 +16,8 @@ import torch.distributed as dist
 from torch import Tensor
 from torch.autograd import Function
 
-from msrun.parallel.images.parts import RowPiece, Spans, pieces
-from msrun.parallel.torch_compat import functional_collective
+from msrun.parallel.notation.image_parts import RowPiece, Spans, pieces
+from msrun.parallel.torch_compat import begin_collective
 
 
 class RowMove(NamedTuple):
@@ -121,7 +123,8 @@ def received(x: Tensor, move: RowMove) -> list[Tensor]:
         for rank in ranks
         for piece in move.from_others(rank, move.rank)
     ]
-    arrived = _exchanged(x, move, parts, [sum(sizes) for sizes in sent], [sum(s) for s in got])
+    rows_sent, rows_got = map(sum, sent), map(sum, got)
+    arrived = _begin_exchange(x, move, parts, [*rows_sent], [*rows_got])()
     queues = [
         iter(_unpacked(x, move.dim, flat, sizes)) for flat, sizes in zip(arrived, got, strict=True)
     ]
@@ -135,11 +138,14 @@ def received(x: Tensor, move: RowMove) -> list[Tensor]:
 
 def sent_back(gradient: Tensor, move: RowMove) -> Tensor:
     """Return the gradient of this rank's rows, from that of what all ranks got."""
+    return begin_to_send_back(gradient, move)()
+
+
+def begin_to_send_back(gradient: Tensor, move: RowMove) -> Callable[[], Tensor]:
+    """Start `sent_back`, and return what waits for it and returns its result."""
     ranks = range(len(move.have))
     own_first, own_end = move.have[move.rank]
-    shape = list(gradient.shape)
-    shape[move.dim] = own_end - own_first
-    total = gradient.new_zeros(shape)
+    own: list[tuple[RowPiece, Tensor]] = []
     away: dict[int, list[Tensor]] = {rank: [] for rank in ranks}
     row = 0
     for piece in move.own:
@@ -147,32 +153,45 @@ def sent_back(gradient: Tensor, move: RowMove) -> Tensor:
         part = gradient.narrow(move.dim, row, length)
         row += length
         if piece.source == move.rank:
-            total.narrow(move.dim, piece.first - own_first, length).add_(part)
+            own.append((piece, part))
         else:
             away[piece.source].append(part)
     got = [move.from_others(rank, move.rank) for rank in ranks]
     sizes = [sum(p.size(move.dim) for p in away[rank]) for rank in ranks]
     parts = [part for rank in ranks for part in away[rank]]
-    arrived = _exchanged(total, move, parts, sizes, [sum(_lengths(found)) for found in got])
-    for found, flat in zip(got, arrived, strict=True):
-        back = _unpacked(total, move.dim, flat, _lengths(found))
-        for piece, part in zip(found, back, strict=True):
+    arrived = _begin_exchange(gradient, move, parts, sizes, [sum(_lengths(p)) for p in got])
+
+    def finish() -> Tensor:
+        if [(piece.first, piece.end) for piece, _ in own] == [(own_first, own_end)]:
+            total, added = own[0][1].clone(), []
+        else:
+            shape = list(gradient.shape)
+            shape[move.dim] = own_end - own_first
+            total, added = gradient.new_zeros(shape), [*own]
+        for found, flat in zip(got, arrived(), strict=True):
+            back = _unpacked(total, move.dim, flat, _lengths(found))
+            added += zip(found, back, strict=True)
+        for piece, part in added:
             total.narrow(move.dim, piece.first - own_first, piece.end - piece.first).add_(part)
-    return total
+        return total
+
+    return finish
 
 
-def _exchanged(
+def _begin_exchange(
     x: Tensor, move: RowMove, parts: list[Tensor], sent: list[int], got: list[int]
-) -> tuple[Tensor, ...]:
-    """Return what arrives from each rank, flat; `sent` and `got` count rows by rank."""
-    row = x.numel() // x.size(move.dim) if x.size(move.dim) else 0
+) -> Callable[[], tuple[Tensor, ...]]:
+    """Return what waits for all that arrives and returns it, flat, by rank.
+
+    `sent` and `got` count rows by rank.
+    """
+    row = math.prod(size for dim, size in enumerate(x.shape) if dim != move.dim)
     flat = torch.cat([x.new_empty(0), *(part.reshape(-1) for part in parts)])
     sizes = [rows * row for rows in got]
-    arrived = functional_collective(
+    arrived = begin_collective(
         "all_to_all_single", flat, sizes, [rows * row for rows in sent], group=move.group
     )
-    found: tuple[Tensor, ...] = arrived.split(sizes)
-    return found
+    return lambda: arrived().split(sizes)
 
 
 def _unpacked(x: Tensor, dim: int, flat: Tensor, sizes: list[int]) -> list[Tensor]:

@@ -18,8 +18,8 @@ from msrun.parallel.images.image_tensor import (
     rule,
     wrapped,
 )
-from msrun.parallel.images.parts import Spans, one_each, scaled
 from msrun.parallel.images.rules_elements import common, fit, is_in_place, written
+from msrun.parallel.notation.image_parts import Spans, one_each, scaled
 
 _HEAD_DIMS = 2
 
@@ -467,10 +467,12 @@ def attended(call: ImageCall) -> Any:
 
 _WHOLE = (
     "unfold fold grid_sample affine_grid diagonal tril triu cdist histc bincount "
-    "masked_select nonzero argwhere lp_pool1d lp_pool2d max_unpool2d fft_fft2 fft_ifft2 fft_rfft2 "
+    "masked_select nonzero argwhere lp_pool1d lp_pool2d lp_pool3d max_unpool1d max_unpool2d "
+    "max_unpool3d fft_fft2 fft_ifft2 fft_rfft2 "
     "fft_irfft2 fft_fftn fft_ifftn fft_rfftn fft_irfftn rot90 baddbmm addmm index_add "
     "scatter scatter_add addbmm bilinear outer cross trapz take searchsorted cov "
-    "corrcoef adaptive_max_pool2d_with_indices adaptive_max_pool1d_with_indices channel_shuffle "
+    "corrcoef adaptive_max_pool2d_with_indices adaptive_max_pool1d_with_indices "
+    "adaptive_max_pool3d_with_indices channel_shuffle "
     "multi_head_attention_forward gaussian_nll_loss triplet_margin_loss "
     "cosine_embedding_loss multi_margin_loss hinge_embedding_loss stft"
 )

@@ -3,16 +3,18 @@
 from __future__ import annotations
 
 import math
-from typing import Any
+from functools import lru_cache
+from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor
 from torch.nn import functional
 
 from msrun.parallel.images.image_tensor import ImageAxis, ImageCall, ImageDim, ImageTensor, rule
-from msrun.parallel.images.parts import Span, Spans, one_each, scaled
 from msrun.parallel.images.rules_sums import over
+from msrun.parallel.notation.image_parts import Span, Spans, one_each, scaled
 
+_CHANNELS_LAST = {4: torch.channels_last, 5: torch.channels_last_3d}
 _RESIZED = {"linear": 1, "bilinear": 2, "trilinear": 3}
 
 
@@ -210,12 +212,14 @@ def _resized(
     """Return `x` with another number of rows in one dim, which `axis` may divide."""
     old, new, scale = sizes
     if mode.startswith("nearest"):
-        lower = upper = _nearest(old, new, scale, mode)
+        lower = upper = _nearest(old, new, scale, mode, _kernel(x, dim))
         weights = None
+        if old == new and torch.equal(lower, torch.arange(old)):
+            return x
+    elif old == new:  # whatever the scale is, as in `compute_source_index_and_lambda` of ATen
+        return x
     else:
         lower, upper, weights = _linear(old, new, scale, aligned=aligned)
-    if old == new and weights is None:
-        return x
     parts = axis.spans(new) if axis else ((0, new),)
     first, end = parts[axis.rank] if axis else parts[0]
     begin = 0
@@ -232,11 +236,42 @@ def _resized(
     return torch.lerp(low, high, weights[first:end].to(x).view(shape))
 
 
-def _nearest(old: int, new: int, scale: float | None, mode: str) -> Tensor:
+class _Kernel(NamedTuple):
+    """What decides which kernel of ATen runs: they do not agree on `nearest` with a scale.
+
+    Args:
+        shape: Of an image of one row.
+        dim: The dim that is resized.
+        is_last: Whether channels are last in memory.
+        device: Where it is.
+    """
+
+    shape: tuple[int, ...]
+    dim: int
+    is_last: bool
+    device: torch.device
+
+
+def _kernel(x: Tensor, dim: int) -> _Kernel:
+    last = _CHANNELS_LAST.get(x.dim())
+    is_last = last is not None and x.shape[1] > 1 and x.stride(1) == 1
+    return _Kernel((1,) * x.dim(), dim, is_last, x.device)
+
+
+@lru_cache(maxsize=256)
+def _nearest(old: int, new: int, scale: float | None, mode: str, kernel: _Kernel) -> Tensor:
     """Return the row of an image that each new row takes, by torch itself."""
-    rows = torch.arange(old, dtype=torch.float32).view(1, 1, -1)
-    how = {"size": new} if scale is None else {"scale_factor": scale}
-    return functional.interpolate(rows, mode=mode, **how).view(-1).long()
+    count = len(kernel.shape) - 2
+    shape = list(kernel.shape)
+    shape[kernel.dim], shape[1] = old, 2
+    rows = torch.arange(old, dtype=torch.float32, device=kernel.device)
+    one = [-1 if dim == kernel.dim else 1 for dim in range(len(shape))]
+    image = rows.view(one).expand(shape)
+    image = image.contiguous(memory_format=_CHANNELS_LAST[len(shape)]) if kernel.is_last else image
+    by: list[Any] = [1.0 if scale is not None else 1] * count
+    by[kernel.dim - 2] = new if scale is None else scale
+    how: dict[str, Any] = {"size": by} if scale is None else {"scale_factor": by}
+    return functional.interpolate(image, mode=mode, **how)[0, 0].flatten().long().cpu()
 
 
 def _linear(

@@ -247,8 +247,11 @@ def loss_of_elements(call: ImageCall) -> Any:
 
 def _total(each: Tensor, axes: Axes, places: Places) -> Tensor:
     """Return the sum over the whole image."""
-    divided = [a for a, p in zip(axes, places, strict=True) if p and a.divides(p.rows)]
-    return over(each.sum(), divided)
+    return over(each.sum(), _divided(axes, places))
+
+
+def _divided(axes: Axes, places: Places) -> Axes:
+    return tuple(a for a, p in zip(axes, places, strict=True) if p and a.divides(p.rows))
 
 
 @rule("cross_entropy nll_loss")
@@ -274,15 +277,17 @@ def loss_by_class(call: ImageCall) -> Any:
     reduction = reduction_of(call.kwargs)
     if reduction == "none":
         return ImageTensor(each, axes, result_places)
-    total = _total(each, axes, result_places)
     if reduction == "sum":
-        return total
+        return _total(each, axes, result_places)
     if target.is_floating_point():
+        total = _total(each, axes, result_places)
         return total / math.prod([values.shape[0], *_sizes(result_places, each)])
     counts = target != call.kwargs.get("ignore_index", -100)
     if weight is not None:
         counts = weight.detach()[torch.where(counts, target, 0)] * counts
-    return total / _total(counts.to(total.dtype), axes, behind)
+    both = torch.stack([each.sum(), counts.sum().to(each.dtype)])
+    total, number = over(both, _divided(axes, result_places)).unbind()
+    return total / number
 
 
 def _sizes(places: Places, each: Tensor) -> list[int]:

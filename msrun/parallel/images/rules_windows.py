@@ -8,7 +8,8 @@ It computes on them without padding in that dim.
 from __future__ import annotations
 
 import math
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
+from functools import partial
 from typing import Any, NamedTuple
 
 import torch
@@ -17,8 +18,8 @@ from torch.autograd import Function
 from torch.nn import functional
 
 from msrun.parallel.images.image_tensor import ImageCall, ImageDim, ImageTensor, Places, rule
-from msrun.parallel.images.parts import Span, pieces, window_rows
-from msrun.parallel.images.rows import RowMove, received, sent_back
+from msrun.parallel.images.rows import RowMove, begin_to_send_back, received
+from msrun.parallel.notation.image_parts import Span, pieces, window_rows
 
 _CHANNELS = 1
 
@@ -135,13 +136,20 @@ def _padding(x: Tensor, dim: int, rows: int, value: float) -> Tensor:
 
 def drawn_in(gradient: Tensor, reaches: Sequence[Reach]) -> Tensor:
     """Return the gradient of a part, from that of the part with the rows around it."""
-    for one in reversed(reaches):
-        dim = one.move.dim
-        rows = gradient.size(dim) - one.before - one.after
-        gradient = gradient.narrow(dim, one.before, rows)
-        if not one.move.is_still:
-            gradient = sent_back(gradient, one.move)
-    return gradient
+    return begin_to_draw_in(gradient, reaches)()
+
+
+def begin_to_draw_in(gradient: Tensor, reaches: Sequence[Reach]) -> Callable[[], Tensor]:
+    """Start the first exchange of `drawn_in`, and return what ends it and returns the result."""
+    if not reaches:
+        return lambda: gradient
+    *others, last = reaches
+    dim = last.move.dim
+    gradient = gradient.narrow(dim, last.before, gradient.size(dim) - last.before - last.after)
+    if not last.move.is_still:
+        pending = begin_to_send_back(gradient, last.move)
+        return lambda: drawn_in(pending(), others)
+    return begin_to_draw_in(gradient, others)
 
 
 class _Extend(Function):
@@ -222,7 +230,8 @@ class _Convolve(Function):
         stride, padding, dilation, groups = ctx.options
         found = again(x, ctx.reaches, arrived)
         needs = ctx.needs_input_grad[:3]
-        of_x, of_weight, of_bias = torch.ops.aten.convolution_backward(
+        backward = partial(
+            torch.ops.aten.convolution_backward,
             gradient,
             found,
             weight,
@@ -233,11 +242,16 @@ class _Convolve(Function):
             False,  # noqa: FBT003
             [0] * len(stride),
             groups,
-            [needs[0], needs[1], bool(needs[2] and bias is not None)],
         )
-        if needs[0]:
-            of_x = drawn_in(of_x, ctx.reaches)
-        return of_x, of_weight, of_bias, None, None
+        # The gradient of the weights is computed while rows are on their way back.
+        needs_x, needs_weight, needs_bias = ctx.needs_input_grad[:3]
+        of_x = of_weight = of_bias = None
+        if needs_x:
+            of_x = begin_to_draw_in(backward([True, False, False])[0], ctx.reaches)
+        if needs_weight or needs_bias:
+            needs = [False, needs_weight, bool(needs_bias and bias is not None)]
+            _, of_weight, of_bias = backward(needs)
+        return of_x and of_x(), of_weight, of_bias, None, None
 
 
 class _MaxPool(Function):
@@ -365,6 +379,8 @@ def transposed(call: ImageCall) -> Any:
         begin = given * stride[d] - padding[d]
         length = (last - given - 1) * stride[d] + reached + 1
         cut[0][d] = cut[1][d] = 0
+        if begin + length <= first or begin >= end:  # stride and padding leave these rows empty
+            begin = first - length
         behind = 2 * (count - 1 - d)
         sides[behind : behind + 2] = [begin - first, end - begin - length]
     found = call.func(local, weight, None, stride, cut[0], cut[1], groups, dilation)

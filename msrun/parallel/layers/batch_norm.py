@@ -88,7 +88,7 @@ def group_of_samples(context: RankContext) -> dist.ProcessGroup | None:
 
 
 def _refusal(config: ParallelConfig) -> str | None:
-    parts = config.pipeline.microbatches if config.pipeline else config.parts
+    parts = config.parts
     key = "pipeline.microbatches" if config.pipeline else "accumulate"
     key = "copies" if config.copies > 1 else key
     if parts == 1 or config.batch_norm == "local":

@@ -19,8 +19,8 @@ from msrun.errors import ModelError
 from msrun.parallel import torch_compat
 from msrun.parallel.config import DATA_AXIS, PIPELINE_AXIS, ROOT, ParallelConfig
 from msrun.parallel.layers import recompute
-from msrun.parallel.layout import MeshLayout
 from msrun.parallel.match import matching
+from msrun.parallel.notation.mesh_layout import MeshLayout
 from msrun.parallel.settings.steps import Compile
 
 _BATCH_NORMS = (nn.BatchNorm1d, nn.BatchNorm2d, nn.BatchNorm3d, nn.SyncBatchNorm)

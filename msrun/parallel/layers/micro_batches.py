@@ -7,9 +7,9 @@ Spectral norms move two buffers each time they compute their weight.  The iterat
 weights, which do not change within a step.  So each micro-batch begins where the step began: all of
 them then compute the weight that one process computes, and the last one leaves its buffers.
 
-Any other buffer, such as a moving average of activations, and any number in an attribute, such as a
-count of calls, is refused if a second micro-batch of the first step changes it again.  A cache that
-the first one fills, and others only read, passes.
+Any other buffer, such as a moving average of activations, a parameter that forward itself writes,
+and any number in an attribute, such as a count of calls, is refused if a second micro-batch of the
+first step changes it again.  A cache that the first one fills, and others only read, passes.
 """
 
 from __future__ import annotations
@@ -23,6 +23,7 @@ from torch import Tensor, nn
 from msrun.errors import ModelError
 from msrun.parallel.config import ROOT, ParallelConfig
 from msrun.parallel.copies.attributes import Attributes
+from msrun.parallel.data_parallel.written_parameters import WrittenParameters
 from msrun.parallel.local import is_equal, numbers
 
 
@@ -66,6 +67,7 @@ class MicroBatches:
         self._numbers: dict[str, float] | None = None
         self._has_copies = config.copies > 1
         self._attributes: Attributes | None = None
+        self._params = WrittenParameters()
 
     @contextmanager
     def before_last(self, model: nn.Module) -> Iterator[None]:
@@ -76,6 +78,7 @@ class MicroBatches:
         """
         buffers = _spectral(model).values() if self._has_spectral else ()
         before = [buffer.clone() for buffer in buffers]
+        self._begin(model)
         yield
         with torch.no_grad():
             for buffer, value in zip(buffers, before, strict=True):
@@ -89,10 +92,16 @@ class MicroBatches:
         Raises:
             ModelError: It changes a buffer that another micro-batch changed before.
         """
+        self._begin(model)
         yield
         self._check_writes(model)
+        self._params = WrittenParameters()
         self._is_checked, self._after, self._numbers = True, None, None
         self._attributes = None
+
+    def _begin(self, model: nn.Module) -> None:
+        if not self._is_checked:
+            self._params.begin(model)
 
     def _check_writes(self, model: nn.Module) -> None:
         """Compare buffers with those after the micro-batch before, in the first step alone."""
@@ -107,6 +116,7 @@ class MicroBatches:
         ]
         counts, before = numbers(model), self._numbers or {}
         again += [name for name in before if name in counts and counts[name] != before[name]]
+        again += self._params.again(model)
         if again:
             raise ModelError(
                 f"{ROOT}.{self._key}: each of {self._parts} micro-batches changes {again[0]}, "

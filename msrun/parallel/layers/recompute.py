@@ -18,6 +18,11 @@ its activations.  This module adds what is missing for unmodified modules in the
   forth, since backward passes may need the values that they hold now.
 - Plain values.  A module may count its calls in an attribute, or draw numbers of Python or numpy.
   If its first run does, each later run begins with the values and generators of the first one.
+- TorchScript optimizes a function after its first calls.  What it then saves for its gradient has
+  another order, and torch, which matches what both runs save by order, makes wrong gradients if the
+  two runs lie on different sides of that.  So functions of TorchScript run without optimizations.
+  One that has the last tensor to be saved is refused: torch ends a second run there by an exception
+  that TorchScript does not let through.
 - Inputs that a module writes in place are refused: the second run would begin with what it wrote.
 - Caches.  Decoders of transformers fill a cache of keys and values, by default in training too.  A
   second run would fill it again, so recomputed modules get none, as transformers itself has it.
@@ -49,10 +54,11 @@ from msrun.parallel.layers.plain_state import PlainCall, PlainState
 from msrun.parallel.losses.batch import tensors_in
 from msrun.parallel.match import matching
 from msrun.parallel.sharded_model import Context
-from msrun.parallel.torch_compat import write_count
+from msrun.parallel.torch_compat import unoptimized_scripts, write_count
 
 _COLLECTIVES = ("_c10d_functional", "_c10d_functional_autograd", "c10d")
 _CACHES = ("past_key_values", "past_key_value", "layer_past")
+_SCRIPT_FAILED = "The following operation failed in the TorchScript interpreter"
 _MATMULS = ("mm", "addmm", "bmm", "baddbmm", "matmul", "linear")
 
 
@@ -111,8 +117,10 @@ def _forward(
         _check_empty(module, name, [*args, *kwargs.values()])
         args, kwargs = _without_caches(caches, args, kwargs)
     given = [(tensor, write_count(tensor)) for tensor in tensors_in([args, kwargs])]
+    frozen = [(p, key, write_count(p)) for key, p in module.named_parameters() if _is_frozen(p)]
     named = partial(forward, **kwargs)  # of which torch may have options of the same names
-    run = partial(_run, (_Buffers(module), plain.of_call()), named, context)
+    label = name or type(module).__name__
+    run = partial(_run, label, (_Buffers(module), plain.of_call()), named, context)
     result = checkpoint(run, *args, **options)
     if any(write_count(tensor) != count for tensor, count in given):
         raise ModelError(
@@ -120,7 +128,18 @@ def _forward(
             "second run would begin with what it wrote",
             hint="write a copy: x = x.clone()",
         )
+    for param, key, count in frozen:
+        if write_count(param) != count:
+            raise ModelError(
+                f"{ROOT}.recompute: {name or type(module).__name__} writes its parameter {key} in "
+                "forward, and a second run would write it again",
+                hint="write it between steps, or leave the module out of recompute.modules",
+            )
     return result
+
+
+def _is_frozen(param: Tensor) -> bool:
+    return not param.requires_grad and param.is_floating_point()
 
 
 def _check_empty(module: nn.Module, name: str, values: Sequence[Any]) -> None:
@@ -147,14 +166,25 @@ def _without_caches(
 
 
 def _run(
+    name: str,
     state: tuple[_Buffers, PlainCall],
     forward: Callable[..., Any],
     context: Context,
     *args: Any,
 ) -> Any:
     buffers, plain = state
-    with buffers.written_once(), plain.changed_once(), context():
-        return forward(*args)
+    with unoptimized_scripts(), buffers.written_once(), plain.changed_once(), context():
+        try:
+            return forward(*args)
+        except RuntimeError as error:
+            if not (buffers.is_again and _SCRIPT_FAILED in str(error)):
+                raise
+            raise ModelError(
+                f"{ROOT}.recompute: a function of TorchScript is the last of {name} that saves a "
+                "tensor, and torch cannot run it again",
+                hint="leave the module out of recompute.modules, or the function out of "
+                "torch.jit.script",
+            ) from error
 
 
 class _Buffers:
@@ -163,6 +193,7 @@ class _Buffers:
     def __init__(self, module: nn.Module) -> None:
         self._module = module
         self._before: dict[str, Tensor] | None = None
+        self.is_again = False
 
     @contextmanager
     def written_once(self) -> Iterator[None]:
@@ -172,6 +203,7 @@ class _Buffers:
             self._before = _copies(dict(self._module.named_buffers(remove_duplicate=False)))
             yield
         else:
+            self.is_again = True
             # Copies again, since there may be several recomputations, as with a retained graph.
             with self._exchanged(_copies(self._before)):
                 yield

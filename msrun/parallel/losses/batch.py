@@ -132,6 +132,18 @@ def sample_dim(batch: Any, samples: int) -> int:
     return int(any(tensor.dim() > 1 and tensor.shape[1] == samples for tensor in tensors))
 
 
+def has_samples_first(batch: Any, samples: int) -> bool:
+    """Return whether the first dim has the samples for certain.
+
+    Args:
+        batch: Of this rank.
+        samples: In it, as a loader says; 0 if none does.
+    """
+    shapes = [tensor.shape for tensor in tensors_in(batch) if tensor.dim()]
+    is_clear = all(samples not in shape[1:2] for shape in shapes)
+    return bool(samples) and is_clear and any(shape[0] == samples for shape in shapes)
+
+
 def split_batch(batch: Any, parts: int) -> list[Any]:
     """Return `batch` in `parts` pieces along its first dim, whose sizes differ by at most one.
 

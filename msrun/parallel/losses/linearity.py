@@ -14,13 +14,25 @@ from msrun.parallel.torch_compat import gradient_hooks
 _HINT = "return (sum, count) of the terms of the loss, or the loss of a whole batch: see rt.gather"
 
 
-def of_part(what: str) -> ModelError:
+def of_part(what: str, hint: str = "") -> ModelError:
     """Return the refusal of a loss that depends on a number of a part of the batch."""
     return ModelError(
         f"the loss depends on {what} of a part of the batch, which is another number for the "
         "whole batch",
-        hint=_HINT,
+        hint=hint or _HINT,
     )
+
+
+def check_sums(terms: Sequence[Term]) -> None:
+    """Refuse a loss of which only a part is a sum over the batch, beside means and numbers."""
+    for term in terms:
+        if term.is_sum and not term.is_by_hand and term.total.requires_grad:
+            raise ModelError(
+                f"the loss is a function of {term.name} over a part of the batch, and may mean "
+                "a mean or a sum over the whole batch",
+                hint="return (sum, count) from the loss function; or divide the sum by the "
+                "samples or elements of the part, if it is a mean",
+            )
 
 
 def check_columns(loss: Tensor, terms: Sequence[Term]) -> None:
@@ -33,16 +45,16 @@ def check_columns(loss: Tensor, terms: Sequence[Term]) -> None:
         _check_linear(loss, [term.total for term in means], means)
 
 
-def slopes_by(loss: Tensor, means: Sequence[Term]) -> list[Tensor]:
-    """Return the derivatives of `loss` by `means`; it must be linear in them.
+def slopes_by(loss: Tensor, means: Sequence[Term]) -> dict[Term, Tensor]:
+    """Return the means that `loss` depends on, and its derivatives by them; it must be linear.
 
-    The gradient stops at the means, so this does not go through the model.
+    Others were used for something else, such as a gradient that the script took of them, and have
+    no graph any more.  The gradient stops at the means, so this does not go through the model.
     """
-    if not loss.requires_grad:
-        return []
     inputs = [term.mean for term in means if term.mean is not None]
     slopes = _check_linear(loss, inputs, means)
-    return [torch.zeros_like(loss) if slope is None else slope.detach() for slope in slopes]
+    pairs = zip(means, slopes, strict=True)
+    return {term: slope.detach() for term, slope in pairs if slope is not None}
 
 
 def _check_linear(

@@ -36,8 +36,15 @@ _OPAQUE = frozenset(
 _OPAQUE |= {"argmin", "median", "nanmedian", "mode", "prod", "logsumexp", "softmax", "log_softmax"}
 _OPAQUE |= {"softmin", "cumsum", "cumprod", "logcumsumexp", "cummax", "cummin", "sort", "argsort"}
 _OPAQUE |= {"flip", "diff", *_DIM_AT}
+# Without a dim these take the last one.
+_OF_LAST = frozenset(["topk", "sort", "argsort", "kthvalue", "mode", "diff"])
+# They add up or place rows of one tensor in another by numbers, such as those of classes.
+_SCATTERING = frozenset(["index_add", "index_add_", "scatter_add", "scatter_add_", "index_reduce"])
+_SCATTERING |= {"index_reduce_", "scatter_reduce", "scatter_reduce_", "segment_reduce", "bincount"}
 # Of a matrix with samples in its rows or columns.
 _OF_ALL = frozenset(["cov", "corrcoef", "pdist"])
+# Those of which `columns` says more than nothing.
+COLUMN_FUNCTIONS = _MEANS | _SUMS | _OPAQUE | _OF_ALL
 _PRODUCTS = frozenset(["matmul", "mm", "__matmul__", "__rmatmul__", "inner", "einsum"])
 # Their result takes places from an argument, and no pair of samples.
 _PLACING = frozenset(["__getitem__", "expand", "expand_as", "broadcast_to", "repeat", "new_zeros"])
@@ -114,11 +121,38 @@ def columns(name: str, args: Sequence[Any], kwargs: Mapping[str, Any], samples: 
         return "opaque" if samples in x.shape else ""
     if not (length == samples or (has_tokens and name not in _SUMS)):
         return ""
-    if 0 not in dims_of(name, args, kwargs, x.dim()):
+    if 0 not in (dims_of(name, args, kwargs, x.dim()) or _default_dims(name, x)):
         return ""
     if name in _MEANS:
         return "mean"
     return "sum" if name in _SUMS else "opaque" if name in _OPAQUE else ""
+
+
+def _default_dims(name: str, x: Tensor) -> set[int]:
+    return {x.dim() - 1} if name in _OF_LAST else set()
+
+
+def scattered(
+    name: str, args: Sequence[Any], kwargs: Mapping[str, Any], result: Any, samples: int
+) -> Columns:
+    """Return "opaque" if a function adds up samples by numbers that they have, such as classes.
+
+    Args:
+        name: Of the function.
+        args: What it got.
+        kwargs: What it got by name.
+        result: What it returned.
+        samples: Samples of this part of the batch.
+    """
+    if name not in _SCATTERING or not isinstance(result, Tensor) or not result.dim():
+        return ""
+    if name not in ("bincount", "segment_reduce"):
+        dim = args[1] if len(args) > 1 else kwargs.get("dim")
+        if not isinstance(dim, int) or dim % result.dim():
+            return ""
+    rows = [arg for arg in (*args[1:], *kwargs.values()) if isinstance(arg, Tensor) and arg.dim()]
+    is_of_all = len(result) != samples and any(len(row) == samples for row in rows)
+    return "opaque" if is_of_all else ""
 
 
 def dims_of(name: str, args: Sequence[Any], kwargs: Mapping[str, Any], count: int) -> set[int]:

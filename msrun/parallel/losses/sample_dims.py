@@ -24,6 +24,7 @@ from __future__ import annotations
 import traceback
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
+from functools import partial
 from math import prod
 from pathlib import Path
 from typing import Any, NamedTuple
@@ -162,14 +163,6 @@ def _elementwise(call: TorchCall, *, is_linear: bool) -> Outcome:
         # Losses of one number are looked at by `watch`, which knows their counts.
         return Mixture(statistics[0]) if call.result.dim() else None
     return Mark(next(iter(dims), None), next(iter(statistics), ""))
-
-
-def _linear(call: TorchCall) -> Outcome:
-    return _elementwise(call, is_linear=True)
-
-
-def _curved(call: TorchCall) -> Outcome:
-    return _elementwise(call, is_linear=False)
 
 
 def _product(call: TorchCall) -> Outcome:
@@ -311,7 +304,20 @@ def _loss(call: TorchCall) -> Outcome:
         mark = call.mark(value)
         if mark and mark.statistic and value.dim():
             return Mixture(mark.statistic)
-    return None
+    mark = _own(call)
+    return mark if mark and mark.dim == 0 and call.result.shape[:1] == call.x.shape[:1] else None
+
+
+def _picked(call: TorchCall) -> Outcome:
+    """Some samples by their values, or sums of samples by numbers that they have."""
+    source, dim = call.x, call.value(2, "dim", -1)
+    if call.name not in ("topk", "kthvalue"):
+        source, dim = call.value(3, "source", call.kwargs.get("src")), call.value(1, "dim")
+    mark = call.mark(source)
+    if mark is None or mark.dim is None or dim % source.dim() != mark.dim:
+        return None
+    at = slice(mark.dim, mark.dim + 1)
+    return None if call.result.shape[at] == source.shape[at] else call.mixture(call.name)
 
 
 def _chosen(call: TorchCall) -> Outcome:
@@ -452,19 +458,20 @@ def _rules() -> dict[str, Rule]:
     def add(rule: Rule, names: str) -> None:
         found.update(dict.fromkeys(names.split(), rule))
 
-    add(_linear, "add __add__ __radd__ __iadd__ sub subtract __sub__ __rsub__ __isub__ rsub neg")
-    add(_linear, "__neg__ negative to float double half bfloat16 type type_as clone contiguous")
-    add(_linear, "detach dropout dropout1d dropout2d dropout3d cpu cuda where masked_fill")
+    linear, curved = (partial(_elementwise, is_linear=flag) for flag in (True, False))
+    add(linear, "add __add__ __radd__ __iadd__ sub subtract __sub__ __rsub__ __isub__ rsub neg")
+    add(linear, "__neg__ negative to float double half bfloat16 type type_as clone contiguous")
+    add(linear, "detach dropout dropout1d dropout2d dropout3d cpu cuda where masked_fill")
     add(_product, "mul multiply __mul__ __rmul__ __imul__")
     add(_quotient, "div divide true_divide __truediv__ __itruediv__")
-    add(_curved, "relu relu6 gelu silu tanh sigmoid logsigmoid softplus leaky_relu elu selu mish")
-    add(_curved, "hardtanh hardswish hardsigmoid exp log log1p expm1 log2 sqrt rsqrt square pow")
-    add(_curved, "__pow__ __ipow__ abs absolute __abs__ reciprocal sin cos erf clamp clamp_min")
-    add(_curved, "clamp_max clip __rtruediv__ xlogy maximum minimum")
-    add(lambda call: _reduced(call, "mean"), "mean nanmean")
-    add(lambda call: _reduced(call, "sum"), "sum nansum")
-    add(lambda call: _reduced(call, "opaque"), "std var norm vector_norm logsumexp")
-    add(lambda call: _reduced(call, "opaque"), "std_mean var_mean")
+    add(curved, "relu relu6 gelu silu tanh sigmoid logsigmoid softplus leaky_relu elu selu mish")
+    add(curved, "hardtanh hardswish hardsigmoid exp log log1p expm1 log2 sqrt rsqrt square pow")
+    add(curved, "__pow__ __ipow__ abs absolute __abs__ reciprocal sin cos erf clamp clamp_min")
+    add(curved, "clamp_max clip __rtruediv__ xlogy maximum minimum")
+    add(partial(_reduced, kind="mean"), "mean nanmean")
+    add(partial(_reduced, kind="sum"), "sum nansum")
+    add(partial(_reduced, kind="opaque"), "std var std_mean var_mean norm vector_norm logsumexp")
+    add(_picked, "topk kthvalue index_add scatter_add scatter_reduce index_reduce")
     add(_normalized, "softmax log_softmax normalize")
     add(_moved, "flip roll")
     add(_layer_norm, "layer_norm rms_norm")

@@ -11,7 +11,9 @@ Samples that are taken by their position, such as `x[:k]`, are followed by `rows
 What it finds counts only if the loss depends on it, which the graph of autograd says; so metrics
 and buffers may mix samples.  Micro-batches cut dim 0 of the batch, so there a mixture is refused.
 Data-parallel ranks alone may have a batch with the sequence first, or add up statistics by
-collectives of the script, so there it is a warning.
+collectives of the script, so there it is a warning.  Where `rt.loader` knows how many samples a
+batch has, its first dim is certain, and samples by their position are refused there too; `verify`
+compares instead.
 """
 
 from __future__ import annotations
@@ -182,17 +184,21 @@ class SampleWatch(TorchFunctionMode):
         for tensor, (mark, mixture) in zip(outputs, known, strict=True):
             self._note(tensor, mark, mixture)
 
-    def read(self, loss: Tensor, *, is_cut: bool) -> ModelError | None:
+    def read(self, loss: Tensor, *, is_cut: bool, is_known: bool = False) -> ModelError | None:
         """Return why `loss` has no counterpart in the whole batch; or warn that it may have none.
 
         Args:
             loss: Of this part of the batch.
             is_cut: Whether dim 0 has the samples for certain, since micro-batches cut it.
+            is_known: Whether it has, as a loader knows how many there are.
         """
         found, self._found = self._found, []
         nodes = _graph(loss) if found else set()
-        reached = next((mixture for mixture, node in found if node in nodes), None)
-        reached = reached or self._by_position(loss)
+        by_position = self._by_position(loss)
+        is_cut = is_cut or bool(is_known and by_position)
+        reached = by_position if is_known else None
+        reached = reached or next((mixture for mixture, node in found if node in nodes), None)
+        reached = reached or by_position
         if reached is None:
             return None
         text = (

@@ -43,7 +43,8 @@ _SUM, _COUNT, _FLOOR, _OFFSET, _REFUSED, _UNREACHED, _FIRST_TERM = range(
     len(_KINDS), len(_KINDS) + 7
 )
 _TERMS_MAX = 8
-_SIZE = _FIRST_TERM + 2 * _TERMS_MAX
+_FIRST_SLOPE = _FIRST_TERM + 2 * _TERMS_MAX
+_SIZE = _FIRST_SLOPE + 2 * _TERMS_MAX
 # Relative difference below which counts of parts are equal.
 _ALIKE = {torch.float64: 1e-9, torch.float32: 1e-4}
 _ERRORS = {kind.__name__: kind for kind in (ConfigError, ModelError, PeerRankError)}
@@ -89,7 +90,7 @@ class LossTally:
 
     Attributes:
         numbers: What is added over parts and ranks: the parts of each kind, sum, count and limits,
-            and two numbers for each mean of linear losses.
+            and four numbers for each mean of linear losses.
         has_unreached: Whether stages of a pipeline noted gradients that one process may not have;
             known after `finish`.
     """
@@ -129,7 +130,11 @@ class LossTally:
         return self._ranks.size == self._parts == 1
 
     def measure(
-        self, compute: Callable[[], Any], samples: int, data: Sequence[Tensor] | None = None
+        self,
+        compute: Callable[[], Any],
+        samples: int,
+        data: Sequence[Tensor] | None = None,
+        inputs: Sequence[Tensor] = (),
     ) -> PartLoss:
         """Return the loss of a part of the batch.
 
@@ -137,6 +142,7 @@ class LossTally:
             compute: Returns it, or its sum and count.
             samples: Samples of the part.
             data: Tensors that `compute` gets of the batch; None if it runs the model itself.
+            inputs: Tensors that the model gets of the batch.
 
         Raises:
             ModelError: It cannot be combined with that of other parts, or is not one number.
@@ -146,7 +152,7 @@ class LossTally:
             if pair := self._pair(loss):
                 return pair
             return PartLoss(kind="plain", value=full_tensor(self._number(loss)))
-        watch = LossWatch(samples, data)
+        watch = LossWatch(samples, data, inputs)
         with eagerly(), watch:  # a compiled function calls no function that could be seen
             loss = compute()
         return self._pair(loss) or watch.read(self._number(loss))
@@ -211,11 +217,11 @@ class LossTally:
         self._terms = loss.terms
         for index, term in enumerate(loss.terms):
             first, count = _FIRST_TERM + 2 * index, _count(term)
+            slope = loss.slopes[index].reshape(()) if loss.slopes else torch.zeros_like(value)
+            if is_sharded(slope) or (self._is_early and is_sharded(term.total)):
+                # As torch says it of the sum, had it come to that; ZeRO names the module.
+                raise RuntimeError("the loss got mixed torch.Tensor and DTensor")
             if self._is_early:
-                slope = loss.slopes[index].reshape(()) if loss.slopes else torch.zeros_like(value)
-                if is_sharded(term.total) or is_sharded(slope):
-                    # As torch says it of the sum, had it come to that; ZeRO names the module.
-                    raise RuntimeError("the loss got mixed torch.Tensor and DTensor")
                 numbers[first] += slope * term.total.detach().reshape(())
                 numbers[first + 1] += count
                 value = value - slope * _mean(term).detach()
@@ -223,6 +229,9 @@ class LossTally:
                 # Counts are equal if the mean of their squares is the square of their mean.
                 numbers[first] += count / samples
                 numbers[first + 1] += (count / samples).square()
+            slope = slope.to(numbers.dtype)
+            numbers[_FIRST_SLOPE + 2 * index] += slope
+            numbers[_FIRST_SLOPE + 2 * index + 1] += slope.square()
         numbers[_SUM] += value * self._share(samples)
 
     def may_refuse(self) -> None:
@@ -233,6 +242,11 @@ class LossTally:
         """Note that this rank refuses a part of the batch; `finish` raises on all ranks."""
         self._refusal = self._refusal or error
         self.numbers[_REFUSED] += 1
+
+    def refuse_if(self, error: UsageError | None) -> None:
+        """Note an error, if there is one."""
+        if error is not None:
+            self.refuse(error)
 
     def fail(self, error: Exception, where: str) -> None:
         """Note that code of the script raised `error` on this rank; `finish` raises on all ranks.
@@ -344,11 +358,13 @@ class LossTally:
                 self.scale = ranks.size / divisor / self._guess()
                 _scale(params(), self.scale)
         elif kinds == ["linear"] and self._is_early:
+            self._check_slopes(found)
             for index, term in enumerate(self._terms):
                 first = _FIRST_TERM + 2 * index
                 _check_count(float(term.limit(torch.tensor(found[first + 1]))), term.name)
                 loss = loss + numbers[first] / term.limit(numbers[first + 1])
         elif kinds == ["linear"]:
+            self._check_slopes(found)
             self._check_alike(found)
         return loss.to(self._dtype)
 
@@ -387,16 +403,36 @@ class LossTally:
 
     def _check_alike(self, found: Sequence[float]) -> None:
         """Refuse means in a linear loss that have other counts in other parts of the batch."""
-        parts = found[_KINDS.index("linear")]
-        for first in range(_FIRST_TERM, _SIZE, 2):
-            mean, square = found[first] / parts, found[first + 1] / parts
-            if abs(square - mean * mean) > _ALIKE[self.numbers.dtype] * square:
-                raise ModelError(
-                    "the loss contains a mean over parts of the batch in which different numbers "
-                    "of targets count, so their mean is not that of the batch; no weight was "
-                    "changed",
-                    hint=_HINT,
-                )
+        if self._differ(found, _FIRST_TERM):
+            raise ModelError(
+                "the loss contains a mean over parts of the batch in which different numbers "
+                "of targets count, so their mean is not that of the batch; no weight was "
+                "changed",
+                hint=_HINT,
+            )
+
+    def _check_slopes(self, found: Sequence[float]) -> None:
+        """Refuse means in a linear loss that it multiplies by other numbers in other parts."""
+        if self._differ(found, _FIRST_SLOPE):
+            raise ModelError(
+                "the loss multiplies a mean by a number that other parts of the batch have another"
+                " of, such as the value of a loss without its gradient, so the losses of parts do "
+                "not make that of the batch; no weight was changed",
+                hint="multiply by a constant, or with one micro-batch by what all ranks have: "
+                "rt.mean_over_data(value)",
+            )
+
+    def _differ(self, found: Sequence[float], begin: int) -> bool:
+        """Return whether one of the values from `begin` on is not equal in all parts.
+
+        They are equal if the mean of their squares is the square of their mean.
+        """
+        parts, tolerance = found[_KINDS.index("linear")], _ALIKE[self.numbers.dtype]
+        pairs = (
+            (found[first] / parts, found[first + 1] / parts)
+            for first in range(begin, begin + 2 * _TERMS_MAX, 2)
+        )
+        return any(abs(square - mean * mean) > tolerance * square for mean, square in pairs)
 
     def _share(self, samples: int) -> float:
         """Return the weight of a part in a mean over samples."""

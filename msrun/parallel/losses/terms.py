@@ -50,6 +50,7 @@ class Term:
         is_by_hand: Whether that made it a mean, by its elements or samples.
         columns: What it is of each column of samples, where it is no number; see `mixing`.
         has_pairs: Whether it has a value for each pair of samples.
+        hint: What to do about it, where it has no counterpart in the whole batch.
     """
 
     name: str
@@ -63,6 +64,7 @@ class Term:
     is_by_hand: bool = False
     columns: Columns = ""
     has_pairs: bool = False
+    hint: str = ""
 
     @property
     def is_sum(self) -> bool:

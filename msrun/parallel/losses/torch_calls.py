@@ -16,6 +16,27 @@ _OF_SIZES = frozenset(["zeros", "ones", "empty", "rand", "randn", "new_zeros", "
 _OF_SIZES |= {"new_empty"}
 _TO_SIZES = frozenset(["narrow", "view", "reshape", "expand", "repeat", "multinomial"])
 
+SUMS = frozenset(["sum", "nansum", "count_nonzero"])
+MEANS = frozenset(["mean", "nanmean"])
+# A loss of the whole batch has another value of these, which does not follow from those of parts.
+OPAQUE = frozenset(
+    ["norm", "vector_norm", "matrix_norm", "std", "var", "max", "min", "amax", "amin"]
+)
+OPAQUE |= {"median", "quantile", "prod", "logsumexp"}
+REDUCING = SUMS | MEANS | OPAQUE
+DIVIDING = frozenset(["div", "true_divide", "__truediv__"])
+MULTIPLYING = frozenset(["mul", "multiply", "__mul__", "__rmul__"])
+LIMITING = frozenset(["clamp", "clip", "clamp_min"])
+ADDING = frozenset(["add", "__add__", "__radd__"])
+ADDING_IN_PLACE = frozenset(["__iadd__", "add_"])
+# How many elements their result has depends on values.
+FINDING = frozenset(["nonzero", "argwhere"])
+# Their result has the values of their first argument.
+KEEPING = frozenset(
+    ["to", "float", "double", "half", "bfloat16", "int", "long", "type_as", "clone"]
+)
+KEEPING |= {"contiguous", "squeeze", "view", "reshape"}
+
 
 def deciding(name: str, args: tuple[Any, ...], kwargs: dict[str, Any]) -> tuple[Any, ...]:
     """Return what a function got, without numbers of elements.

@@ -35,9 +35,11 @@ from torch.overrides import TorchFunctionMode
 
 from msrun.errors import ModelError
 from msrun.parallel.local import full_tensor
+from msrun.parallel.losses import torch_calls
 from msrun.parallel.losses.batch import tensors_in
-from msrun.parallel.losses.linearity import check_columns, of_part, slopes_by
-from msrun.parallel.losses.mixing import Columns, columns, has_pairs, moves_samples
+from msrun.parallel.losses.linearity import check_columns, check_sums, of_part, slopes_by
+from msrun.parallel.losses.mixing import Columns, columns, has_pairs, moves_samples, scattered
+from msrun.parallel.losses.own_gradients import BatchRows, is_gradient, is_pure_sum, is_sign
 from msrun.parallel.losses.rows import RowsWatch
 from msrun.parallel.losses.terms import (
     NO_LIMIT,
@@ -48,7 +50,6 @@ from msrun.parallel.losses.terms import (
     count_type,
     sum_of,
 )
-from msrun.parallel.losses.torch_calls import deciding, is_zero, note_zero, written_by
 from msrun.parallel.losses.torch_losses import (
     BY_CLASS,
     BY_ELEMENT,
@@ -70,27 +71,6 @@ _ONLY_BATCH = frozenset([-1])
 _NOTHING: frozenset[int] = frozenset()
 _watches = itertools.count()
 
-_SUMS = frozenset(["sum", "nansum", "count_nonzero"])
-_MEANS = frozenset(["mean", "nanmean"])
-# A loss of the whole batch has another value of these, which does not follow from those of parts.
-_OPAQUE = frozenset(
-    ["norm", "vector_norm", "matrix_norm", "std", "var", "max", "min", "amax", "amin"]
-)
-_OPAQUE |= {"median", "quantile", "prod", "logsumexp"}
-_REDUCING = _SUMS | _MEANS | _OPAQUE
-_DIVIDING = frozenset(["div", "true_divide", "__truediv__"])
-_MULTIPLYING = frozenset(["mul", "multiply", "__mul__", "__rmul__"])
-_LIMITING = frozenset(["clamp", "clip", "clamp_min"])
-_ADDING = frozenset(["add", "__add__", "__radd__"])
-_ADDING_IN_PLACE = frozenset(["__iadd__", "add_"])
-# How many elements their result has depends on values.
-_FINDING = frozenset(["nonzero", "argwhere"])
-# Their result has the values of their first argument.
-_KEEPING = frozenset(
-    ["to", "float", "double", "half", "bfloat16", "int", "long", "type_as", "clone"]
-)
-_KEEPING |= {"contiguous", "squeeze", "view", "reshape"}
-
 
 class LossWatch(TorchFunctionMode):
     """While it is active, functions that reduce to one number leave their sum and count.
@@ -99,11 +79,14 @@ class LossWatch(TorchFunctionMode):
         samples: Samples of the part of the batch that the loss gets.
         data: Tensors that a loss function gets of the batch; None takes all for parts of it but
             parameters and what is computed from them alone.
+        inputs: Tensors that the model gets of the batch.
     """
 
     is_watch = True
 
-    def __init__(self, samples: int, data: Sequence[Tensor] | None = None) -> None:
+    def __init__(
+        self, samples: int, data: Sequence[Tensor] | None = None, inputs: Sequence[Tensor] = ()
+    ) -> None:
         super().__init__()
         self._samples = samples
         self._number = next(_watches)
@@ -112,6 +95,7 @@ class LossWatch(TorchFunctionMode):
         self._takes_all = data is None
         has_rows = all(len(x) == samples for x in data or () if x.dim())
         self._rows = RowsWatch(self._number, samples) if data and has_rows else None
+        self._batch_rows = BatchRows(self._number, [*inputs, *(data or ())])
         for tensor in data or ():
             self._link(tensor, _ONLY_BATCH)
 
@@ -125,9 +109,14 @@ class LossWatch(TorchFunctionMode):
         """Run `func`; see the class."""
         del types
         kwargs = kwargs or {}
+        count = len(self._terms)
         result = self._run(func, args, kwargs)
+        name = getattr(func, "__name__", "")
+        self._batch_rows.follow(name, args, kwargs, result)
+        if len(self._terms) > count:
+            new = range(count, len(self._terms))
+            self._batch_rows.note_terms(args, self._sources(args), new)
         if self._rows:
-            name = getattr(func, "__name__", "")
             self._rows.follow(name, args, kwargs, tensors_in(result), self._is_of)
         return result
 
@@ -135,11 +124,16 @@ class LossWatch(TorchFunctionMode):
         """Return what `func` returns, or an equal tensor of which more is known."""
         name = getattr(func, "__name__", "")
         needs = self._needs_sources()
-        sources = self._sources(deciding(name, args, kwargs)) if needs else _NOTHING
+        sources = self._sources(torch_calls.deciding(name, args, kwargs)) if needs else _NOTHING
         if func in LOSSES:
             return self._loss(func, args, kwargs, sources)
         sums = self._sums(name, args) if not kwargs else None  # before they are written
+        if is_sign(name) and (term := self._own_term(args[0])) and term.hint:
+            sources -= {self._terms.index(term)}
         result = func(*args, **kwargs)
+        if is_gradient(func):
+            self._differentiated(result, args[0], args[1], sources)
+            return result
         self._mixed(name, result, args, kwargs, sources)
         if not isinstance(result, Tensor):
             return result
@@ -149,7 +143,7 @@ class LossWatch(TorchFunctionMode):
             self._leave(result, term, sources - {self._terms.index(own) for own in sums} | batch)
         elif self._takes_all and self._are_weights((*args, *kwargs.values())):
             setattr(result, _OF_WEIGHTS, self._number)
-        elif name in _REDUCING and not result.dim():
+        elif name in torch_calls.REDUCING and not result.dim():
             return self._reduced(name, result, args, kwargs, sources)
         else:
             return self._noted(name, result, args, kwargs)
@@ -159,17 +153,37 @@ class LossWatch(TorchFunctionMode):
         self, name: str, result: Tensor, args: tuple[Any, ...], kwargs: dict[str, Any]
     ) -> Tensor:
         """Return `result`, of which some functions say more."""
-        note_zero(name, result, args)
+        torch_calls.note_zero(name, result, args)
         if name == "arange" and len(args) == 1:
             setattr(result, _RANGE, True)
         if name == "randperm":
             setattr(result, _ORDER, True)
         if args and isinstance(args[0], Tensor) and result is not args[0]:
-            if name in _KEEPING:
+            if name in torch_calls.KEEPING:
                 self._keep(args[0], result)
             elif (term := self._own_term(args[0])) and term.is_sum:
                 return self._changed(term, name, result, args, kwargs)
         return result
+
+    def _differentiated(
+        self,
+        slopes: Sequence[Tensor | None],
+        values: Sequence[Tensor],
+        inputs: Sequence[Tensor],
+        sources: frozenset[int],
+    ) -> None:
+        """Link gradients that the script takes; of a sum by samples they are of each sample."""
+        pairs = [(value, self._own_term(value)) for value in values]
+        terms = self._batch_rows.gradients(pairs, inputs, slopes, sources)
+        sums = {self._terms.index(term) for _, term in pairs if term and is_pure_sum(term)}
+        batch = _NOTHING if self._takes_all else _ONLY_BATCH
+        for x, slope, term in zip(inputs, slopes, terms, strict=True):
+            if term is not None:
+                self._leave(term.total, term, sources)
+            elif self._batch_rows.has(x):
+                self._link(slope, (sources - sums) | batch)
+            else:
+                self._link(slope, sources)
 
     def _mixed(
         self,
@@ -181,10 +195,10 @@ class LossWatch(TorchFunctionMode):
     ) -> None:
         """Link `result`; where it mixes samples it leaves a term that the loss must fit."""
         tensors = [result] if isinstance(result, Tensor) else tensors_in(result)
-        written = written_by(name, args, result)
+        written = torch_calls.written_by(name, args, result)
         for tensor in [*tensors, *written]:
             self._link(tensor, sources)
-        if name in _FINDING or (name == "where" and len(args) == 1):
+        if name in torch_calls.FINDING or (name == "where" and len(args) == 1):
             self._found(sources)
         if not tensors or (isinstance(result, Tensor) and not result.dim()):
             return
@@ -195,6 +209,7 @@ class LossWatch(TorchFunctionMode):
         kind: Columns = ""
         if not self._takes_all and -1 in sources:
             kind = columns(name, args, kwargs, self._samples)
+            kind = scattered(name, args, kwargs, result, self._samples) or kind
         shown = f"a {name} over samples"
         shape = tuple(tensors[0].shape)
         if name == "__getitem__" and -1 in sources and hasattr(args[1], _ORDER):
@@ -217,7 +232,7 @@ class LossWatch(TorchFunctionMode):
     def _sums(self, name: str, args: tuple[Any, ...]) -> list[Term]:
         """Return the sums over the batch that a function adds up, or collects; else nothing."""
         parts: Sequence[Any] = ()
-        if name in _ADDING or name in _ADDING_IN_PLACE:
+        if name in torch_calls.ADDING or name in torch_calls.ADDING_IN_PLACE:
             parts = args
         elif name == "stack" and isinstance(args[0], tuple | list):
             parts = args[0]
@@ -226,7 +241,7 @@ class LossWatch(TorchFunctionMode):
             term = self._own_term(part) if isinstance(part, Tensor) else None
             if term and term.is_sum and not term.is_scaled and term.limit == NO_LIMIT:
                 found.append(term)
-            elif not is_zero(part) or name == "stack":
+            elif not torch_calls.is_zero(part) or name == "stack":
                 return []
         return found
 
@@ -268,24 +283,16 @@ class LossWatch(TorchFunctionMode):
         terms = [self._terms[index] for index in sorted(sources)]
         for term in terms:
             if term.is_opaque or (value.requires_grad and not term.total.requires_grad):
-                raise of_part(term.name)
-        self._check_sums(terms)
+                raise of_part(term.name, term.hint)
+        check_sums(terms)
         check_columns(value, [term for term in terms if term.columns])
         means = [term for term in terms if term.mean is not None and term.mean.requires_grad]
-        if not means:
+        if means and not value.requires_grad:
+            return PartLoss(kind="linear", value=value, terms=means)
+        pairs = slopes_by(value, means) if means else {}
+        if not pairs:
             return PartLoss(kind="plain", value=value)
-        return PartLoss(kind="linear", value=value, terms=means, slopes=slopes_by(value, means))
-
-    def _check_sums(self, terms: Sequence[Term]) -> None:
-        """Refuse a loss of which only a part is a sum over the batch, beside means and numbers."""
-        for term in terms:
-            if term.is_sum and not term.is_by_hand and term.total.requires_grad:
-                raise ModelError(
-                    f"the loss is a function of {term.name} over a part of the batch, and may mean "
-                    "a mean or a sum over the whole batch",
-                    hint="return (sum, count) from the loss function; or divide the sum by the "
-                    "samples or elements of the part, if it is a mean",
-                )
+        return PartLoss(kind="linear", value=value, terms=[*pairs], slopes=[*pairs.values()])
 
     def _loss(
         self,
@@ -343,7 +350,7 @@ class LossWatch(TorchFunctionMode):
         """Return the mean or sum `result`; over elements of the batch it leaves a term."""
         x = args[0] if args else kwargs.get("input")
         elements = x.numel() if isinstance(x, Tensor) else 0
-        own = self._own_term(x) if isinstance(x, Tensor) and name in _SUMS else None
+        own = self._own_term(x) if isinstance(x, Tensor) and name in torch_calls.SUMS else None
         if own and own.columns == "sum":  # the sum of the sums of columns is one sum
             sources -= {self._terms.index(own)}
             elements = own.elements
@@ -351,7 +358,7 @@ class LossWatch(TorchFunctionMode):
         if isinstance(x, Tensor) and not x.dim():
             self._keep(x, result)
         elif isinstance(x, Tensor) and self._is_data(sources):
-            if name in _MEANS:
+            if name in torch_calls.MEANS:
                 wide = torch.promote_types(result.dtype, torch.float32)
                 if name == "nanmean":
                     sums = x.nansum(dtype=wide), x.isnan().logical_not().sum()
@@ -361,7 +368,7 @@ class LossWatch(TorchFunctionMode):
             term = Term(
                 name=name,
                 total=full_tensor(result),
-                is_opaque=name in _OPAQUE,
+                is_opaque=name in torch_calls.OPAQUE,
                 elements=elements,
             )
             self._leave(result, term)
@@ -375,7 +382,7 @@ class LossWatch(TorchFunctionMode):
         names = set(kwargs) - {"min"}
         if len(args) > 2 or names:  # noqa: PLR2004 - a sum and one more
             return result
-        if name in _DIVIDING and isinstance(other, Tensor):
+        if name in torch_calls.DIVIDING and isinstance(other, Tensor):
             count = self._own_term(other)
             if count and count.is_sum and not count.total.requires_grad:
                 shown = f"{term.name} / {count.name}"
@@ -384,9 +391,9 @@ class LossWatch(TorchFunctionMode):
             return self._scaled(term, name, result, other)
         if isinstance(other, int | float) and not term.total.requires_grad:
             floor, offset = term.limit.floor, term.limit.offset
-            if name in _LIMITING and not offset:
+            if name in torch_calls.LIMITING and not offset:
                 limit = Limit(max(floor, other), offset)
-            elif name in _ADDING:
+            elif name in torch_calls.ADDING:
                 limit = Limit(floor, offset + other)
             else:
                 return result
@@ -395,8 +402,8 @@ class LossWatch(TorchFunctionMode):
 
     def _scaled(self, term: Term, name: str, result: Tensor, number: float) -> Tensor:
         """Return the product of a sum and a number, or their quotient, which may be a mean."""
-        is_mean = name in _DIVIDING and number in (term.elements, self._samples)
-        if is_mean or name in _DIVIDING or name in _MULTIPLYING:
+        is_mean = name in torch_calls.DIVIDING and number in (term.elements, self._samples)
+        if is_mean or name in torch_calls.DIVIDING or name in torch_calls.MULTIPLYING:
             self._leave(
                 result,
                 replace(

@@ -73,8 +73,16 @@ def ready_to_send(
     Raises:
         ModelError: A value is something else.
     """
-    pairs = zip(values, borders, strict=True)
-    return join_graph([_fitting(value, border) for value, border in pairs], received)
+    return join_graph(fitting(values, borders), received)
+
+
+def fitting(values: Sequence[Any], borders: Sequence[Border]) -> list[Tensor]:
+    """Return `values` replicated and as the receiver expects them.
+
+    Raises:
+        ModelError: A value is something else.
+    """
+    return [_fitting(value, border) for value, border in zip(values, borders, strict=True)]
 
 
 def join_graph(values: Sequence[Tensor], received: Sequence[Tensor]) -> Tensors:

@@ -3,17 +3,20 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
+from functools import partial
 from typing import Any
 
 import torch
 import torch.distributed as dist
 from torch import Tensor, nn
 
+from msrun.errors import ProtocolError
 from msrun.parallel.exchange import messages
-from msrun.parallel.exchange.frame import SentOutput, fill, frame_of
+from msrun.parallel.exchange.frame import fill, frame_of
+from msrun.parallel.exchange.stage_stops import StageEnd, StageStops
 from msrun.parallel.local import full_tensor
 from msrun.parallel.losses.batch import map_leaves, tensors_in
-from msrun.parallel.pipeline.border import Border, Borders, ready_to_send
+from msrun.parallel.pipeline.border import Border, Borders, ready_to_send, stand_ins
 from msrun.parallel.pipeline.microbatch import MicrobatchSplit, join
 from msrun.parallel.pipeline.ranks import PipelineRanks
 
@@ -30,33 +33,43 @@ def infer(
     All micro-batches pass a chunk before the next chunk of the same stage begins.
 
     Raises:
-        ModelError: The outputs of micro-batches cannot be joined.
+        UsageError: Some stage refused to run, or raised something else; all ranks raise.
     """
     passed_on: dict[tuple[int, int], Sequence[Tensor]] = {}
     sending: list[tuple[dist.Work | None, Tensor]] = []
     outputs: list[Any] = []
+    stops = StageStops()
+    last = ranks.chunks.count - 1
+
+    def run(chunk: int, part: int, values: Sequence[Tensor]) -> Sequence[Tensor]:
+        """Return what a chunk sends; the last one leaves an output instead."""
+        # Copies: what one stage writes to its inputs, the others would not have.
+        pieces = map_leaves(Tensor.clone, split.padded(inputs, part))
+        output = model(*pieces, *values, pipeline_chunk=chunk)
+        if chunk < last:
+            return ready_to_send(output, borders[chunk], ())
+        outputs.append(split.trim(map_leaves(full_tensor, output), part))
+        return ()
+
     for chunk in ranks.chunks.of_stage(ranks.stage):
         for part in range(split.parts):
             values = passed_on.pop((chunk, part), None)
             if values is None:
                 values = _receive(ranks, chunk, borders[chunk - 1] if chunk else ())
-            # Copies: what one stage writes to its inputs, the others would not have.
-            pieces = map_leaves(Tensor.clone, split.padded(inputs, part))
-            output = model(*pieces, *values, pipeline_chunk=chunk)
-            if chunk == ranks.chunks.count - 1:
-                outputs.append(split.trim(map_leaves(full_tensor, output), part))
+            sent = stops.run(partial(run, chunk, part, values), chunk, part)
+            if chunk == last:
                 continue
-            sent = ready_to_send(output, borders[chunk], ())
+            if sent is None:
+                sent = stand_ins(borders[chunk], (), ranks.device)
             if ranks.holds(chunk + 1):
                 passed_on[chunk + 1, part] = sent
             else:
                 peer = ranks.rank(chunk + 1)
                 sending += [(dist.isend(tensor, peer, ranks.group), tensor) for tensor in sent]
-    result = _share(ranks, join(outputs) if outputs else None)
-    for work, _ in sending:
-        if work is not None:
-            work.wait()
-    return result
+    result = stops.run(partial(join, outputs), last, split.parts) if outputs else None
+    for work in filter(None, (work for work, _ in sending)):
+        work.wait()
+    return _share(ranks, result, stops)
 
 
 def _receive(ranks: PipelineRanks, chunk: int, borders: Sequence[Border]) -> list[Tensor]:
@@ -66,12 +79,16 @@ def _receive(ranks: PipelineRanks, chunk: int, borders: Sequence[Border]) -> lis
     return values
 
 
-def _share(ranks: PipelineRanks, output: Any) -> Any:
+def _share(ranks: PipelineRanks, output: Any, stops: StageStops) -> Any:
     """Return the `output` of the last chunk's rank on all ranks."""
-    source = ranks.rank(ranks.chunks.count - 1)
-    is_source = ranks.holds(ranks.chunks.count - 1)
-    own = frame_of(output) if is_source else None
-    sent = messages.broadcast(own, SentOutput, source, ranks.group, ranks.device)
+    last = ranks.chunks.count - 1
+    source, is_source = ranks.rank(last), ranks.holds(last)
+    own = frame_of(output) if is_source and stops.failure is None else None
+    ends = messages.gather_all(StageEnd(own, stops.failure), StageEnd, ranks.group, ranks.device)
+    stops.check([end.failure for end in ends if end.failure])
+    sent = ends[ranks.chunks.stage(last)].output
+    if sent is None:
+        raise ProtocolError(f"rank {source} has the last stage and sent no output")
     tensors = iter(tensors_in(output) if is_source else ())
 
     def receive(shape: tuple[int, ...], dtype: torch.dtype) -> Tensor:

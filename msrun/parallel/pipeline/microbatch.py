@@ -11,6 +11,8 @@ import torch
 from torch import Tensor, nn
 
 from msrun.errors import ModelError
+from msrun.parallel.copies.attributes import Attributes
+from msrun.parallel.data_parallel.written_parameters import WrittenParameters
 from msrun.parallel.local import is_equal, numbers
 from msrun.parallel.losses.batch import like, map_leaves, with_fields, with_items
 from msrun.parallel.pipeline.chunks import MICROBATCHES
@@ -153,11 +155,15 @@ class WrittenBuffers:
 
     Args:
         parts: Micro-batches of a step.
+        has_copies: Whether some of them take turns later.
     """
 
-    def __init__(self, parts: int) -> None:
+    def __init__(self, parts: int, *, has_copies: bool = False) -> None:
         self._parts = parts
+        self._has_copies = has_copies
+        self._attributes: Attributes | None = None
         self._written: set[str] = set()
+        self._params = WrittenParameters()
         self.is_checked = parts == 1
 
     @contextmanager
@@ -173,10 +179,13 @@ class WrittenBuffers:
             return
         before = {name: buffer.detach().clone() for name, buffer in model.named_buffers()}
         counts = numbers(model)
+        self._params.begin(model)
         yield
+        if self._has_copies:
+            self._check_attributes(model, refuse)
         written = {name for name, now in model.named_buffers() if _differs(before.get(name), now)}
         written |= {name for name, now in numbers(model).items() if counts.get(name) != now}
-        again = sorted(written & self._written)
+        again = sorted(written & self._written) + self._params.again(model)
         if again:
             problem = (
                 f"{MICROBATCHES}: each of {self._parts} micro-batches changes {again[0]}, which "
@@ -184,6 +193,16 @@ class WrittenBuffers:
             )
             refuse(ModelError(problem, hint="say `batch_norm: local` if that is meant"))
         self._written |= written
+
+    def _check_attributes(self, model: nn.Module, refuse: Callable[[ModelError], None]) -> None:
+        """Refuse what copies would find changed by each other."""
+        attributes = Attributes(model)
+        if self._attributes is not None:
+            try:
+                self._attributes.check_unchanged(attributes)
+            except ModelError as error:
+                refuse(error)
+        self._attributes = attributes
 
 
 def _differs(before: Tensor | None, now: Tensor) -> bool:

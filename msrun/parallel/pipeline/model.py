@@ -7,14 +7,14 @@ from collections import OrderedDict
 from collections.abc import Callable, Mapping, Sequence
 from functools import partial, reduce
 from itertools import chain
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import torch
 import torch.distributed as dist
 from torch import nn
 from torch.nn import Parameter
 
-from msrun.errors import ModelError
+from msrun.errors import DividedModelError, ModelError
 from msrun.parallel.config import ROOT, Pipeline
 from msrun.parallel.data_parallel.joined_inputs import JoinNotes
 from msrun.parallel.foreach.global_hooks import check_global_hooks
@@ -38,6 +38,9 @@ from msrun.parallel.pipeline.tied import TiedWeights, find_ties
 from msrun.parallel.pipeline.trace import NamedInputs, program_of
 from msrun.parallel.pipeline.tree import check_names, graft, release
 
+if TYPE_CHECKING:
+    from msrun.parallel.copies.group import Copies
+
 # Schedules are cached for so many shapes of micro-batches: each has buffers for what it receives.
 _SCHEDULES_MAX = 4
 _BATCH_NORMS = (nn.BatchNorm1d, nn.BatchNorm2d, nn.BatchNorm3d, nn.SyncBatchNorm)
@@ -49,6 +52,8 @@ def split_model(
     group: dist.ProcessGroup,
     device: torch.device,
     sample: Sequence[Any] | Mapping[str, Any] | None = None,
+    *,
+    slices: int = 1,
 ) -> PipelineModel:
     """Return this rank's stage of `model`, which is used up: other stages' tensors lose values.
 
@@ -61,6 +66,7 @@ def split_model(
         device: Of this rank.
         sample: Inputs of one batch, in order or by name.  `auto` makes its work even.  Without one
             parameters are made even, and `torch.fx` must find the modules that forward calls.
+        slices: Of each micro-batch, which a stage computes each for itself.
 
     Raises:
         ModelError: It cannot be cut so; then nothing was changed.
@@ -69,7 +75,7 @@ def split_model(
     check_global_hooks("pipeline")
     plan = plan_split(model, settings, group.size(), sample, device)
     ranks = PipelineRanks(chunks=plan.chunks, group=group, device=device)
-    return SplitModel(model, plan, settings.microbatches, ranks)
+    return SplitModel(model, plan, settings.microbatches, ranks, slices)
 
 
 class PipelineModel(StageModel):
@@ -82,6 +88,7 @@ class PipelineModel(StageModel):
         cut: Modules and parameters of each stage.
         microbatches: Parts of a batch.
         ranks: The pipeline.
+        slices: Of each micro-batch, which a stage computes each for itself.
 
     Attributes:
         reduces_once: Fully sharded parameters in it are not reduced before the end of a step.
@@ -96,9 +103,15 @@ class PipelineModel(StageModel):
     precision: Callable[[], contextlib.AbstractContextManager[Any]] = contextlib.nullcontext
 
     def __init__(
-        self, model: nn.Module, cut: PipelineCut, microbatches: int, ranks: PipelineRanks
+        self,
+        model: nn.Module,
+        cut: PipelineCut,
+        microbatches: int,
+        ranks: PipelineRanks,
+        slices: int = 1,
     ) -> None:
         super().__init__()
+        self._kind = type(model)
         graft(self, model, cut, ranks.stage)
         release(model, cut, ranks.stage)
         self.training = model.training  # not that of the modules, which may differ
@@ -106,8 +119,9 @@ class PipelineModel(StageModel):
         self._norms = [n for n, part in model.named_modules() if isinstance(part, _BATCH_NORMS)]
         self._cut = cut
         self._ranks = ranks
-        self._microbatches = microbatches
-        self.written_buffers = WrittenBuffers(microbatches)
+        self._slices = slices
+        self._pieces = microbatches * slices
+        self.written_buffers = WrittenBuffers(self._pieces, has_copies=slices > 1)
         self._schedules: OrderedDict[Borders, Schedule] = OrderedDict()
         self._joins = JoinNotes()
         self._reach: StageReach | None = None
@@ -119,10 +133,27 @@ class PipelineModel(StageModel):
         for params in cut.stage_params:
             params.clear()  # or parameters of other stages would stay in memory here
 
+    def __getattr__(self, name: str) -> Any:
+        """Return a parameter, buffer or module of this stage.
+
+        Raises:
+            DividedModelError: The whole model has it, such as `generate` of transformers.
+        """
+        try:
+            return super().__getattr__(name)
+        except AttributeError:
+            if name.startswith("_") or not hasattr(vars(self).get("_kind"), name):
+                raise
+        raise DividedModelError(
+            f"{ROOT}.pipeline: {name} is of {self._name}, of which this rank has one stage",
+            hint="call the model itself under torch.no_grad(), which runs all stages; or write "
+            "the weights with rt.save_pretrained, and use a whole model in one process",
+        )
+
     @property
     def microbatches(self) -> int:
-        """Number of micro-batches of a local batch."""
-        return self._microbatches
+        """Number of parts of a local batch that run each for itself."""
+        return self._pieces
 
     @property
     def joined_inputs(self) -> JoinNotes:
@@ -156,8 +187,8 @@ class PipelineModel(StageModel):
         """
         norm = self._norms[0] if self.training and self._norms else ""
         needs = norm or ("a model that returns its loss" if returns_loss else "")
-        is_even = samples % self._microbatches == 0
-        return "" if is_even or not needs else f"{self._microbatches} equal parts, as {needs} needs"
+        is_even = samples % self._pieces == 0
+        return "" if is_even or not needs else f"{self._pieces} equal parts, as {needs} needs"
 
     def known_outputs(self) -> Sequence[Known]:
         """Return what mixed samples in a micro-batch, of each tensor of the model's output."""
@@ -217,6 +248,7 @@ class PipelineModel(StageModel):
         *,
         looks: bool = False,
         items: Any = None,
+        copies: Copies | None = None,
     ) -> LossTally:
         """Run forward and backward of a batch; all ranks of the axis take part.
 
@@ -230,6 +262,7 @@ class PipelineModel(StageModel):
             ranks: Data-parallel ranks of this stage.
             looks: Whether to refuse a model or a loss that mixes the samples of a micro-batch.
             items: Targets that the script counted in its batch, to compare; None for nothing.
+            copies: Runs slices of a micro-batch in turns; None runs one after the other.
 
         Returns:
             The losses of all micro-batches, the same on all ranks of the axis.
@@ -239,16 +272,7 @@ class PipelineModel(StageModel):
         """
         split, borders = self._prepare(inputs, may_differ=False)
         self._check_even(split)
-        # Ranks before the last do not know the type of the loss, only that of tensors sent.
-        sent = [border.dtype for border in chain(*borders) if border.dtype.is_floating_point]
-        tally = LossTally(
-            ranks,
-            parts=split.parts,
-            samples=split.samples,
-            pipeline=self._ranks.group,
-            dtype=reduce(torch.promote_types, sent, torch.float32),
-            items=items if items is None or self._ranks.holds(self._ranks.chunks.count - 1) else 0,
-        )
+        tally = self._tally(ranks, split, borders, items)
         work = Work(
             split=split,
             inputs=inputs,
@@ -258,6 +282,7 @@ class PipelineModel(StageModel):
             check=partial(check_loss, self) if self._cut.chunks.stages > 1 else lambda *_: None,
             buffers=self.written_buffers,
             known=self.known_outputs() if looks and not tally.is_whole else None,
+            copies=copies,
             is_planned=self.is_planned and ranks.size > 1,
         )
         schedule = self._schedule(borders)
@@ -268,6 +293,21 @@ class PipelineModel(StageModel):
         # The last stage has the loss, and any stage may have refused.
         dist.all_reduce(tally.numbers, group=self._ranks.group)
         return tally
+
+    def _tally(
+        self, ranks: TallyRanks, split: MicrobatchSplit, borders: Borders, items: Any
+    ) -> LossTally:
+        """Return what adds the losses up; `items` as of `train_step`."""
+        # Ranks before the last do not know the type of the loss, only that of tensors sent.
+        sent = [border.dtype for border in chain(*borders) if border.dtype.is_floating_point]
+        return LossTally(
+            ranks,
+            parts=split.parts,
+            samples=split.samples,
+            pipeline=self._ranks.group,
+            dtype=reduce(torch.promote_types, sent, torch.float32),
+            items=items if items is None or self._ranks.holds(self._ranks.chunks.count - 1) else 0,
+        )
 
     def _check_even(self, split: MicrobatchSplit) -> None:
         if self.training and self._norms and split.repeats:
@@ -315,10 +355,13 @@ class PipelineModel(StageModel):
         nothing: Borders = ((),) * (self._cut.chunks.count - 1)
         orders = self._make_schedule(nothing).orders()
         saved_bytes = None if inputs is None else self._saved_bytes(inputs)
-        return describe(self._cut, self._sizes, self._microbatches, orders, saved_bytes)
+        count = self._pieces // self._slices
+        if saved_bytes is not None:
+            saved_bytes = [each * self._slices for each in saved_bytes]
+        return describe(self._cut, self._sizes, count, orders, saved_bytes)
 
     def _saved_bytes(self, inputs: Sequence[Any]) -> Sequence[int] | None:  # noqa: ARG002 - of others
-        """Return the bytes that each chunk saves of a micro-batch for backward; None if unknown."""
+        """Return the bytes that each chunk saves of a slice for backward; None if unknown."""
         return None
 
     def _schedule(self, borders: Borders) -> Schedule:
@@ -331,7 +374,7 @@ class PipelineModel(StageModel):
 
     def _make_schedule(self, borders: Borders) -> Schedule:
         ranks = self._ranks
-        return Schedule(self, ranks, borders, self._microbatches)
+        return Schedule(self, ranks, borders, self._pieces // self._slices, self._slices)
 
 
 class SplitModel(PipelineModel):
@@ -341,9 +384,14 @@ class SplitModel(PipelineModel):
     """
 
     def __init__(
-        self, model: nn.Module, plan: SplitPlan, microbatches: int, ranks: PipelineRanks
+        self,
+        model: nn.Module,
+        plan: SplitPlan,
+        microbatches: int,
+        ranks: PipelineRanks,
+        slices: int = 1,
     ) -> None:
-        super().__init__(model, plan, microbatches, ranks)
+        super().__init__(model, plan, microbatches, ranks, slices)
         self._recordings = Recordings(plan, plan.skeleton)
         for name in plan.opened:
             if not name or name in dict(self.named_modules()):
@@ -403,7 +451,7 @@ class SplitModel(PipelineModel):
 
     def _saved_bytes(self, inputs: Sequence[Any]) -> Sequence[int] | None:
         """Return the bytes that a copy without values saves."""
-        split = split_batch(inputs, self._microbatches, may_differ=False)
+        split = split_batch(inputs, self._pieces, may_differ=False)
         piece = split.padded(inputs, 0)
         recording = self._record(piece, split.width)
         with self.precision():
@@ -413,7 +461,7 @@ class SplitModel(PipelineModel):
         self, inputs: Sequence[Any], *, may_differ: bool
     ) -> tuple[MicrobatchSplit, Borders]:
         """Return how a batch is split, and what chunks send, found with a copy without values."""
-        split = split_batch(inputs, self._microbatches, may_differ=may_differ)
+        split = split_batch(inputs, self._pieces, may_differ=may_differ)
         return split, self._record(split.padded(inputs, 0), split.width).borders
 
     def _record(self, piece: Sequence[Any], samples: int) -> Recording:

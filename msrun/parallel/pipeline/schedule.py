@@ -11,7 +11,7 @@ from collections.abc import Callable, Collection, Iterator, Sequence
 from dataclasses import dataclass, replace
 from functools import partial
 from itertools import chain
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import torch
 from torch import Tensor, nn
@@ -37,9 +37,9 @@ from msrun.parallel.losses.tally import LossTally
 from msrun.parallel.pipeline.border import (
     Border,
     Borders,
+    fitting,
     join_graph,
     nothing,
-    ready_to_send,
     stand_ins,
 )
 from msrun.parallel.pipeline.chunks import MICROBATCHES, STAGES
@@ -48,6 +48,9 @@ from msrun.parallel.pipeline.ranks import PipelineRanks
 from msrun.parallel.pipeline.reach.border_reach import BorderReach
 from msrun.parallel.pipeline.timeline import Action, plain_order
 from msrun.parallel.torch_compat import eagerly, write_count
+
+if TYPE_CHECKING:
+    from msrun.parallel.copies.group import Copies
 
 _SINGLE = {"gpipe": ScheduleGPipe, "1f1b": Schedule1F1B}
 _MULTI = {
@@ -77,6 +80,7 @@ class Work:
         check: Called with the ends of the graph of the model and the loss of `loss_fn`.
         buffers: Refuses buffers that several micro-batches write.
         known: Of each output of the model, what mixed samples; None does not look at the loss.
+        copies: Runs the slices of a micro-batch in turns; None runs one after the other.
         is_planned: Whether data-parallel ranks run the backward pass of the model together.
     """
 
@@ -88,13 +92,27 @@ class Work:
     check: Callable[[Sequence[Any], Tensor], None]
     buffers: WrittenBuffers
     known: Sequence[Known] | None = None
+    copies: Copies | None = None
     is_planned: bool = False
 
-    def loss(self, run: Callable[[], Any], part: int, received: Sequence[Tensor]) -> Tensor:
+    def loss(
+        self,
+        run: Callable[[], Any],
+        part: int,
+        received: Sequence[Tensor],
+        inputs: Sequence[Tensor] = (),
+    ) -> Tensor:
         """Return what is differentiated for micro-batch `part`, whose output `run` returns.
 
         If the loss is refused, zero, so that other stages get the gradients they wait for.
+
+        Args:
+            run: Returns the output of the last stage.
+            part: The micro-batch.
+            received: Tensors of it from the stage before.
+            inputs: Tensors of it that the model got.
         """
+        given = [*inputs, *received]
         outputs: list[Any] = []
 
         def output() -> Any:
@@ -103,8 +121,8 @@ class Work:
 
         try:
             if self.known is None or part:
-                return self._loss(output, part)
-            return self._watched(output, self.known)
+                return self._loss(output, part, given)
+            return self._watched(output, self.known, given)
         except UsageError as error:
             self.tally.refuse(error)
         except Exception as error:  # noqa: BLE001 - other stages wait for gradients
@@ -112,7 +130,9 @@ class Work:
             self.tally.fail(error, "the loss function" if has_loss else "the forward of the model")
         return nothing([*tensors_in(outputs), *received])
 
-    def _watched(self, run: Callable[[], Any], known: Sequence[Known]) -> Tensor:
+    def _watched(
+        self, run: Callable[[], Any], known: Sequence[Known], inputs: Sequence[Tensor]
+    ) -> Tensor:
         """Return the loss of the first micro-batch.
 
         Raises:
@@ -126,12 +146,12 @@ class Work:
                 watch.seed(tensors_in(output), known)
                 return output
 
-            loss = self._loss(seeded, 0)
+            loss = self._loss(seeded, 0, inputs)
         if error := watch.read(loss, is_cut=self.split.parts > 1):
             raise error
         return loss
 
-    def _loss(self, run: Callable[[], Any], part: int) -> Tensor:
+    def _loss(self, run: Callable[[], Any], part: int, inputs: Sequence[Tensor]) -> Tensor:
         samples, loss_fn = self.split.count(part), self.loss_fn
         if loss_fn is None:
             if self.split.repeats:
@@ -141,18 +161,24 @@ class Work:
                     "needs"
                 )
             whole = self.tally.is_whole
-            loss = self.tally.measure(lambda: own_loss(run(), is_whole=whole), samples)
+            compute = partial(_own_loss, run, is_whole=whole)
+            loss = self.tally.measure(compute, samples, inputs=inputs)
         else:
             output = self.split.trim(run(), part)
             target = self.split.real(self.target, part)
             compute = partial(loss_fn, output, target)
             ends = [tensor.grad_fn for tensor in tensors_in(output)]
-            loss = self.tally.measure(compute, max(samples, 1), tensors_in([output, target]))
+            data = tensors_in([output, target])
+            loss = self.tally.measure(compute, max(samples, 1), data, inputs)
             self.check(ends, loss.value)
             if self.is_planned:
                 loss = replace(loss, value=attached(loss.value, tensors_in(output)))
         self.tally.add(loss, samples)
         return self.tally.objective(loss, samples)
+
+
+def _own_loss(run: Callable[[], Any], *, is_whole: bool) -> Any:
+    return own_loss(run(), is_whole=is_whole)
 
 
 class StageModel(nn.Module):
@@ -178,12 +204,18 @@ class Runner(nn.Module):
     Args:
         model: This stage's part of the model.
         chunk: Number of the chunk.
-        sent: What it sends; the last chunk yields the loss.
+        sent: What it sends of a slice; the last chunk yields the loss.
         reach: Notes which gradients there are.
+        slices: Of a micro-batch, which run each for itself.
     """
 
     def __init__(
-        self, model: nn.Module, chunk: int, sent: Sequence[Border], reach: BorderReach
+        self,
+        model: nn.Module,
+        chunk: int,
+        sent: Sequence[Border],
+        reach: BorderReach,
+        slices: int,
     ) -> None:
         super().__init__()
         # Not as a submodule: torch would throw away gradients of fully sharded parameters.
@@ -192,6 +224,7 @@ class Runner(nn.Module):
         self.work: Work | None = None
         self._sent = sent
         self._reach = reach
+        self._slices = slices
         # Whether the model writes its inputs in place, as the first micro-batch shows.
         self._writes: bool | None = None
 
@@ -209,22 +242,38 @@ class Runner(nn.Module):
 
     def _run_part(self, index: int, tensors: Sequence[Tensor]) -> tuple[Tensor, ...]:
         """Return what the chunk sends of a micro-batch, or the loss alone."""
-        if self.work is None:
+        work, count = self.work, self._slices
+        if work is None:
             raise RuntimeError("there is no batch")
-        inputs = self.work.split.padded(self.work.inputs, index)
+        width, first = len(tensors) // count, index * count
+        tasks = [
+            partial(self._run_slice, work, first + at, tensors[at * width : (at + 1) * width])
+            for at in range(count)
+        ]
+        found = [task() for task in tasks] if work.copies is None else work.copies.run(tasks)
+        if work.copies:
+            work.copies.order(found)
+        values = list(chain.from_iterable(found))
+        if self._sent is _LOSS and count > 1:
+            values = [torch.stack([value.to(work.tally.device) for value in values]).sum()]
+        return join_graph(values, tensors)
+
+    def _run_slice(self, work: Work, part: int, received: Sequence[Tensor]) -> list[Tensor]:
+        """Return what the chunk sends of a slice of the batch, or the loss alone."""
+        inputs = work.split.padded(work.inputs, part)
         if self._writes is not False:
             # Micro-batches are views of one batch: a write to one would count as one to all.
             inputs = map_leaves(Tensor.clone, inputs)
-        run = partial(self._watched, self.work, inputs, tensors)
+        run = partial(self._watched, work, inputs, received)
         if self._sent is _LOSS:
-            return join_graph([self.work.loss(run, index, tensors)], tensors)
+            return [work.loss(run, part, received, tensors_in(inputs))]
         try:
-            return ready_to_send(run(), self._sent, tensors)
+            return fitting(run(), self._sent)
         except UsageError as error:
-            self.work.tally.refuse(error)
+            work.tally.refuse(error)
         except Exception as error:  # noqa: BLE001 - other stages wait for what this one sends
-            self.work.tally.fail(error, "the forward of the model")
-        return join_graph(stand_ins(self._sent, tensors, self.work.tally.device), tensors)
+            work.tally.fail(error, "the forward of the model")
+        return stand_ins(self._sent, received, work.tally.device)
 
     def _watched(self, work: Work, inputs: Sequence[Any], received: Sequence[Tensor]) -> Any:
         """Run the chunk.
@@ -239,6 +288,12 @@ class Runner(nn.Module):
             with work.buffers.watched(model, work.tally.refuse):
                 result = self._run(*inputs, *received)
         except RuntimeError as error:
+            if "appears to not have been used in the graph" in str(error):
+                raise ModelError(
+                    f"{STAGES}: forward differentiates by a value of another stage "
+                    "(torch.autograd.grad)",
+                    hint="do it in a module that has a stage, or train without a pipeline",
+                ) from error
             if "is a view and is being modified" not in str(error):
                 raise
             raise _written() from None
@@ -265,23 +320,33 @@ class Schedule:
     Args:
         model: This stage's part of the model.
         ranks: The pipeline.
-        borders: What each chunk but the last sends.
+        borders: What each chunk but the last sends of a slice.
         microbatches: Parts of a batch.
+        slices: Of a micro-batch, which run each for itself.
 
     Attributes:
         reach: Which gradients the last run had, of each chunk of this stage.
     """
 
     def __init__(
-        self, model: StageModel, ranks: PipelineRanks, borders: Borders, microbatches: int
+        self,
+        model: StageModel,
+        ranks: PipelineRanks,
+        borders: Borders,
+        microbatches: int,
+        slices: int = 1,
     ) -> None:
         self._ranks = ranks
         chunks = ranks.chunks
         own = chunks.of_stage(ranks.stage)
+        of_slice = [*borders, _LOSS]
+        borders = tuple(border * slices for border in borders)
         sent = [*borders, _LOSS]
         self._parts = torch.arange(microbatches)
         self.reach = _reach(model, own, [(), *borders], sent, microbatches)
-        self._runners = [Runner(model, chunk, sent[chunk], self.reach[chunk]) for chunk in own]
+        self._runners = [
+            Runner(model, chunk, of_slice[chunk], self.reach[chunk], slices) for chunk in own
+        ]
         stages = [
             PipelineStage(
                 runner,
@@ -312,6 +377,12 @@ class Schedule:
         except RuntimeError as error:
             if usage_error := _usage_error(error):
                 raise usage_error from None
+            if _is_of_written(error):
+                raise ModelError(
+                    f"{MICROBATCHES}: the forward of one micro-batch writes in place what the "
+                    "backward of an earlier one needs, such as a weight",
+                    hint="write it between steps, or train without a pipeline",
+                ) from error
             raise
         finally:
             for runner in self._runners:
@@ -394,6 +465,14 @@ def _loss_itself(output: Tensor, part: Tensor) -> Tensor:
 
 def _empty(borders: Sequence[Border]) -> tuple[Tensor, ...]:
     return tuple(border.empty(torch.device("meta")) for border in borders)
+
+
+def _is_of_written(error: BaseException) -> bool:
+    """Return whether torch found a tensor written that a backward pass needs as it was."""
+    cause: BaseException | None = error
+    while cause is not None and "modified by an inplace operation" not in str(cause):
+        cause = cause.__cause__
+    return cause is not None
 
 
 def _usage_error(error: BaseException) -> UsageError | None:

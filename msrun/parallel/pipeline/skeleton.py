@@ -8,7 +8,7 @@ from __future__ import annotations
 import copy
 import traceback
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from contextlib import nullcontext
+from contextlib import contextmanager, nullcontext
 from functools import partial
 from typing import Any, NoReturn
 
@@ -188,6 +188,16 @@ class Skeleton:
             if name in modes:
                 module.training = modes[name]
 
+    @contextmanager
+    def running(
+        self, graph: fx.Graph, inputs: Sequence[Tensor], constants: Mapping[str, Tensor]
+    ) -> Iterator[tuple[list[Tensor], Callable[[], Any]]]:
+        """Yield inputs without values for the chunk `graph`, and what runs it on them."""
+        vars(self._copy).update(constants)
+        with fake_tensors(self._fake), torch.enable_grad():
+            values = [self._without_values(tensor) for tensor in inputs]
+            yield values, partial(closing(program_of(self._copy, graph)), self._copy, *values)
+
     def saved_bytes(
         self, graph: fx.Graph, inputs: Sequence[Tensor], constants: Mapping[str, Tensor]
     ) -> int:
@@ -206,14 +216,11 @@ class Skeleton:
             saved[id(storage)] = storage
             return tensor
 
-        vars(self._copy).update(constants)
         with (
-            fake_tensors(self._fake),
-            torch.enable_grad(),
+            self.running(graph, inputs, constants) as (_, run),
             saved_tensors_hooks(keep, lambda tensor: tensor),
         ):
-            values = [self._without_values(tensor) for tensor in inputs]
-            closing(program_of(self._copy, graph))(self._copy, *values)
+            run()
         for tensor in (*self._copy.parameters(), *self._copy.buffers()):
             saved.pop(id(tensor.untyped_storage()), None)
         return sum(storage.nbytes() for storage in saved.values())

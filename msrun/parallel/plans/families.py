@@ -31,11 +31,13 @@ class Block(msgspec.Struct, frozen=True, kw_only=True):
     Args:
         members: Name below the module -> style, or `colwise/3` for three projections in one.
         optional: The same for members that some modules have.
+        beside: Names of other modules that have to be there, where those of members are common.
         has_heads: Whether the columns are heads of attention, which stay whole.
     """
 
     members: Mapping[str, str]
     optional: Mapping[str, str] = {}
+    beside: tuple[str, ...] = ()
     has_heads: bool = False
 
 
@@ -50,6 +52,11 @@ def _fused(columns: str, rows: str, parts: str = "/3") -> Block:
 
 def _feed_forward(*columns: str, rows: str) -> Block:
     return Block(members={**dict.fromkeys(columns, _COLUMNS), rows: _ROWS})
+
+
+def _convolutions(*columns: str, rows: str, beside: tuple[str, ...], **optional: str) -> Block:
+    members = {**dict.fromkeys(columns, _COLUMNS), rows: _ROWS}
+    return Block(members=members, optional=optional, beside=beside)
 
 
 _LLAMA = (
@@ -76,6 +83,11 @@ FAMILIES: dict[str, tuple[Block, ...]] = {
         _attention("to_q", "to_k", "to_v", "to_out.0"),
         _feed_forward("net.0.proj", rows="net.2"),
     ),
+    # Squeeze and excitation between them stays whole: it has one pixel, and activations in place.
+    "efficientnet": (
+        _convolutions("conv_pw", "conv_dw", rows="conv_pwl", beside=("bn3",)),
+        _convolutions("conv_exp", rows="conv_pwl", beside=("bn2",)),
+    ),
     # Query, key and value follow each other for each head, or for each group of heads.
     "falcon": (
         _fused("query_key_value", "dense", parts=""),
@@ -85,12 +97,29 @@ FAMILIES: dict[str, tuple[Block, ...]] = {
     "llama": _LLAMA,
     "mixtral": (*_LLAMA, Block(members={"experts": "experts"})),
     "phi": (_attention("q_proj", "k_proj", "v_proj", "dense"), *_BART[1:]),
+    # Three convolutions before two: the first of a bottleneck is the smallest.
+    "resnet": (
+        _convolutions("conv2", rows="conv3", beside=("bn1", "bn2", "bn3")),
+        _convolutions("conv1", rows="conv2", beside=("bn1", "bn2")),
+    ),
+    "regnet": (
+        _convolutions(
+            *("conv1.conv", "conv2.conv"),
+            rows="conv3.conv",
+            beside=("conv1.bn", "conv2.bn"),
+        ),
+    ),
     "t5": (
         _attention("q", "k", "v", "o", relative_attention_bias=_COLUMNS),
         _feed_forward("wi_0", "wi_1", rows="wo"),
         _feed_forward("wi", rows="wo"),
     ),
     "timm_vit": (_fused("qkv", "proj"), *_BART[1:]),
+    "unet": (
+        _convolutions("conv1", rows="conv2", beside=("norm1", "norm2"), time_emb_proj=_COLUMNS),
+        _attention("to_q", "to_k", "to_v", "to_out.0"),
+        _feed_forward("net.0.proj", rows="net.2"),
+    ),
     "vit": (_LLAMA[0], *_BART[1:]),
     "wav2vec2": (_BART[0], _feed_forward("intermediate_dense", rows="output_dense")),
     "whisper": _BART,
@@ -109,6 +138,7 @@ _ALIASES = {
     "gemma2": "llama",
     "gpt_neox": "falcon",
     "mistral": "llama",
+    "mobilenet": "efficientnet",
     "opt": "whisper",
     "qwen2": "llama",
     "qwen3": "llama",

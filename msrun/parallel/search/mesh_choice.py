@@ -20,6 +20,7 @@ from msrun.parallel.search.graph.program import ProgramByBatch
 from msrun.parallel.search.graph.repeat import find_blocks, shortened
 from msrun.parallel.search.mesh.job_layout import SearchedJob, data_shapes, divisors
 from msrun.parallel.search.mesh.mesh_search import explore
+from msrun.parallel.search.modules.job import ModuleJob
 from msrun.parallel.search.plan.cost_breakdown import axis_names, expanded
 from msrun.parallel.search.solve.eliminate import TooWideError
 from msrun.parallel.search.solve.memory import OutOfMemoryError
@@ -91,6 +92,16 @@ class MeshRequest(msgspec.Struct, frozen=True, kw_only=True):
     is_decided: bool = False
     sharded_from: float | None = None
     recompute: bool = False
+
+    def of_modules(self) -> ModuleJob:
+        """Return the same job, for techniques that divide whole modules."""
+        return ModuleJob(
+            program=self.programs.at,
+            topology=self.topology,
+            world=self.world,
+            batch=self.batch,
+            limit=self.limit,
+        )
 
 
 def choose_mesh(request: MeshRequest, clock: Callable[[], float]) -> ChosenMesh:

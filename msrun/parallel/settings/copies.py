@@ -13,12 +13,10 @@ def copies_problem(config: Any) -> str | None:
     """
     mesh = {} if isinstance(config.mesh, str) else config.mesh
     styles = {getattr(rule, "style", None) for rule in config.plan} - {None}
-    pipeline = config.pipeline
     problems = {
         "mode auto plans the whole batch (choose semi_auto)": config.mode == "auto",
         "mode manual has its collectives in the script (choose semi_auto)": config.mode == "manual",
         "without a plan there are no collectives that others could compute beside": not config.plan,
-        "a pipeline overlaps its micro-batches itself: raise pipeline.microbatches": pipeline,
         "optimizer.zero 3 would release what another copy computes with (choose zero 2)": (
             config.optimizer.zero == 3  # noqa: PLR2004 - the level
         ),

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Iterator, Mapping, Sequence
 from typing import Literal
 
 import msgspec
@@ -18,6 +19,12 @@ UNSHARDED_DIMS = "..."
 
 Dim = str | list[str] | None
 Dims = list[Dim]
+# `in` and `out`: dims of one tensor, or of several by position or by name.  A list of lists has one
+# for each position; where it could also be dims of one tensor, as `[[x, y], null]` is, it is those.
+TensorAxes = (
+    Sequence[str | Sequence[str | Sequence[str] | None] | None]
+    | Mapping[str | int, Sequence[str | Sequence[str] | None] | None]
+)
 Style = Literal[
     "colwise",
     "rowwise",
@@ -99,9 +106,12 @@ class PlanRule(ConfigSection, frozen=True, kw_only=True):
         layout: MindSpore's `Layout` notation.
         params: Parameter name -> axes that shard each of its dims; a parameter that is not named
             is replicated.
-        inputs: Key `in`: axes that shard each dim of the first tensor input; None leaves the
-            input as it comes.
-        out: Axes that shard each dim of the output; None leaves the output as it comes.
+        inputs: Key `in`: axes that shard each dim of the first tensor input; or a mapping of names
+            of arguments of `forward`, or of positions from 0, to axes, or a list of such axes by
+            position.  None leaves an input as it comes.
+        out: Axes that shard each dim of the output, of several the first tensor; or a mapping of
+            keys, fields or positions of the outputs to axes, or a list of such axes, one for each
+            output.  None leaves an output as it comes.
     """
 
     match: str
@@ -115,10 +125,41 @@ class PlanRule(ConfigSection, frozen=True, kw_only=True):
     out_strategy: list[list[int]] | None = None
     layout: LayoutRule | None = None
     params: dict[str, Dims] = {}
-    inputs: Dims | None = msgspec.field(default=None, name="in")
-    out: Dims | None = None
+    inputs: TensorAxes | None = msgspec.field(default=None, name="in")
+    out: TensorAxes | None = None
 
     def __post_init__(self) -> None:
+        self._check_tensors()
+        self._check_form()
+        if self.axis and not self.style and self.rows is None:
+            raise ValueError("axis: belongs to a style")
+        if self.rows is not None and (not self.rows or min(self.rows) < 1):
+            raise ValueError(f"rows: {self.rows} must have a number from 1 for each rank of axis")
+        if problem := grid_problem(self.style, self.axis, self.axes):
+            raise ValueError(problem)
+        if self.style == "context" and self.axis not in (None, CONTEXT_AXIS):
+            raise ValueError(f"axis: style context divides the axis {CONTEXT_AXIS}")
+        if self.kind and self.style != "context":
+            raise ValueError("kind: belongs to style context")
+        _at_least(self, "parts", 1)
+        if self.parts > 1 and self.style != "colwise":
+            raise ValueError("parts: belongs to style colwise")
+        if self.out_strategy and not self.strategy:
+            raise ValueError("out_strategy: belongs to a strategy")
+
+    def _check_tensors(self) -> None:
+        """Refuse `in` and `out` that are neither for one tensor nor for several."""
+        for key, name, axes in (("in", "inputs", self.inputs), ("out", "out", self.out)):
+            if problem := _axes_problem(key, axes):
+                raise ValueError(problem)
+            if isinstance(axes, Mapping):  # positions as text, which is what JSON makes of them
+                by_text = {str(place): dims for place, dims in axes.items()}
+                msgspec.structs.force_setattr(self, name, by_text)
+        if self.rows is not None and several_tensors(self.out):
+            raise ValueError("out: of rows is one tensor (choose one list of axes)")
+
+    def _check_form(self) -> None:
+        """Refuse a rule of no form, or of several."""
         forms = {
             "style": self.style is not None,
             "strategy": self.strategy is not None,
@@ -135,18 +176,70 @@ class PlanRule(ConfigSection, frozen=True, kw_only=True):
             )
         if len(given) > 1:
             raise ValueError(f"{given[0]}: cannot be combined with {given[1]}")
-        if self.axis and not self.style and self.rows is None:
-            raise ValueError("axis: belongs to a style")
-        if self.rows is not None and (not self.rows or min(self.rows) < 1):
-            raise ValueError(f"rows: {self.rows} must have a number from 1 for each rank of axis")
-        if problem := grid_problem(self.style, self.axis, self.axes):
-            raise ValueError(problem)
-        if self.style == "context" and self.axis not in (None, CONTEXT_AXIS):
-            raise ValueError(f"axis: style context divides the axis {CONTEXT_AXIS}")
-        if self.kind and self.style != "context":
-            raise ValueError("kind: belongs to style context")
-        _at_least(self, "parts", 1)
-        if self.parts > 1 and self.style != "colwise":
-            raise ValueError("parts: belongs to style colwise")
-        if self.out_strategy and not self.strategy:
-            raise ValueError("out_strategy: belongs to a strategy")
+
+
+def one_tensor(axes: TensorAxes | None) -> Dims | None:
+    """Return the dims of the one tensor that `axes` is for; None if it is for several."""
+    if axes is None or isinstance(axes, Mapping) or not all(map(_is_dim, axes)):
+        return None
+    return _dims(axes)
+
+
+def several_tensors(axes: TensorAxes | None) -> dict[str, Dims | None]:
+    """Return the dims of each tensor by its name, or by its position as digits.
+
+    A tensor without dims stays as it comes.  It is empty for the axes of one tensor.
+    """
+    if axes is None or one_tensor(axes) is not None:
+        return {}
+    pairs = axes.items() if isinstance(axes, Mapping) else enumerate(axes)
+    return {str(name): None if dims is None else _dims(dims) for name, dims in pairs}
+
+
+def _axes_problem(key: str, axes: TensorAxes | None) -> str | None:
+    """Return why `axes` is neither for one tensor nor for several; None if it is."""
+    if isinstance(axes, Mapping):
+        if not axes:
+            return f"{key}: names no tensor (leave it out)"
+        return next((f"{key}: {n} is no position" for n in axes if str(n)[:1] == "-"), None)
+    if axes is None or one_tensor(axes) is not None:
+        return None
+    for index, dims in enumerate(axes):
+        if isinstance(dims, str):
+            return (
+                f"{key}[{index}]: {dims!r} stands between lists of axes, one for each tensor "
+                f"(choose [{dims}])"
+            )
+    return None
+
+
+def _is_dim(entry: object) -> bool:
+    """Return whether `entry` can be a dim of one tensor."""
+    if entry is None or isinstance(entry, str):
+        return True
+    return isinstance(entry, Sequence) and all(
+        isinstance(axis, str) and axis != UNSHARDED_DIMS for axis in entry
+    )
+
+
+def _dims(entries: Sequence[object]) -> Dims:
+    return [
+        [str(axis) for axis in entry] if isinstance(entry, list | tuple) else entry  # type: ignore[misc]
+        for entry in entries
+    ]
+
+
+def placed_tensors(rule: PlanRule) -> Iterator[tuple[str, Dims]]:
+    """Yield the path, such as `in.mask`, and the dims of each tensor that `rule` places."""
+    for key, axes in (("in", rule.inputs), ("out", rule.out)):
+        one = one_tensor(axes)
+        if one is not None:
+            yield key, one
+        for name, dims in several_tensors(axes).items():
+            if dims is not None:
+                yield tensor_path(key, name), dims
+
+
+def tensor_path(key: str, name: str) -> str:
+    """Return the path of a tensor below `key`: of the name, or of the position in digits."""
+    return f"{key}[{name}]" if name.isdigit() else f"{key}.{name}"

@@ -13,11 +13,12 @@ from collections import defaultdict
 from torch import nn
 from torch.nn.utils import parametrize
 
-from msrun.parallel.tensor.plan import ModuleShape
+from msrun.parallel.tensor.module_shape import ModuleShape
 
 _BASES = (nn.Linear, nn.Embedding)
 _CONVOLUTIONS = (nn.Conv1d, nn.Conv2d, nn.Conv3d)
 _TRANSPOSED = (nn.ConvTranspose1d, nn.ConvTranspose2d, nn.ConvTranspose3d)
+_KNOWN_FORWARDS = ("torch.nn.modules.", "transformers.pytorch_utils")
 _WEIGHT = "weight"
 _MATRIX_DIMS = 2
 _EXPERTS_DIMS = 3
@@ -46,6 +47,7 @@ def describe_modules(model: nn.Module) -> dict[str, ModuleShape]:
             adapters=_adapters(module),
             computed=_computed(module),
             has_own_forward=_has_own_forward(module),
+            members=len(module) if isinstance(module, nn.ModuleList | nn.ModuleDict) else 0,
         )
     return shapes
 
@@ -68,11 +70,14 @@ def _base(module: nn.Module, params: dict[str, tuple[int, ...]]) -> str:
 
 
 def _has_own_forward(module: nn.Module) -> bool:
-    """Return whether `module`, a subclass of those of `_BASES`, computes in a way of its own."""
+    """Return whether `module` computes otherwise than the classes of this name that we know.
+
+    Those of torch, and `Conv1D` of transformers; models have classes of the same names.
+    """
     if "forward" in vars(module):
         return True
-    bases = (base for base in _BASES if isinstance(module, base))
-    return any(type(module).forward is not base.forward for base in bases)
+    origin = getattr(type(module).forward, "__module__", None) or ""
+    return not origin.startswith(_KNOWN_FORWARDS)
 
 
 def _has_experts(params: dict[str, tuple[int, ...]]) -> bool:

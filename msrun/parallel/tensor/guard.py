@@ -27,6 +27,7 @@ Invariants.
 - What `torch.utils.checkpoint` runs again is guarded again.  A region that begins under the guard
   is noted; one that a script begins outside is guarded from the first planned module on, and what
   it does with a sharded tensor before that is refused: dropout would get another mask in silence.
+- A script's `torch.autograd.Function` gets whole tensors (`foreach.own_functions`).
 - Only the loss of `rt.step` takes logits that are sharded by class; other callers get the output of
   the model replicated.
 
@@ -42,7 +43,7 @@ from __future__ import annotations
 import contextlib
 import warnings
 import weakref
-from collections.abc import Callable, Iterable, Iterator
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from functools import partial
 from typing import Any
 
@@ -56,8 +57,17 @@ from torch.overrides import TorchFunctionMode
 
 from msrun.errors import ModelError
 from msrun.parallel import torch_compat
-from msrun.parallel.config import ROOT
-from msrun.parallel.tensor import along, channels, labels, shard_functions, sharded_norms
+from msrun.parallel.foreach.own_functions import apply_whole
+from msrun.parallel.losses.batch import tensors_in
+from msrun.parallel.tensor import (
+    along,
+    channels,
+    guard_refusals,
+    labels,
+    shard_functions,
+    sharded_losses,
+    sharded_norms,
+)
 from msrun.parallel.tensor.attention import attend
 from msrun.parallel.tensor.placements import on_mesh
 
@@ -82,18 +92,10 @@ _INSPECTING = """
 """
 # Collectives by which torch gathers shards for a function; reductions are needed anyway.
 _GATHERING = frozenset(["all_gather_into_tensor", "all_to_all_single"])
-# Operators with a form that writes the left side.
-_ASSIGNING = "add and floordiv lshift mod mul or pow rshift sub truediv xor"
 # Distinct calls that are watched: a program may have any number.
 _CALLS_MAX = 1000
 _SEQUENCES = (tuple, list)
-# torch's words where a write to a view would be lost: the view is of a gathered tensor, which comes
-# from a function with its own gradient.
-_VIEW_ERROR = "This view was created inside a custom Function"
-# And where code that torch runs by itself meets divided tensors.
-_LAYOUT_ERRORS = ("mixed torch.Tensor and DTensor", "autograd.Function with functorch transforms")
-# Functions that write their first argument, besides names such as `clamp_`.
-_WRITING = frozenset(["__setitem__", *(f"__i{name}__" for name in _ASSIGNING.split())])
+_PRODUCTS = frozenset(["matmul", "__matmul__", "__rmatmul__"])
 # Functions that run on each rank's shard, if no dim that they mix is sharded.
 _ON_SHARDS = {
     **shard_functions.FUNCTIONS,
@@ -107,17 +109,12 @@ VERIFIED = frozenset(_VERIFIED.split())
 INSPECTING = frozenset(_INSPECTING.split())
 
 
-def _said(error: BaseException) -> str:
-    """Return what `error` says, and what it was raised from: stages of a pipeline wrap it."""
-    own = str(error)
-    return own if error.__cause__ is None else f"{own}\n{_said(error.__cause__)}"
-
-
 class Guard(TorchFunctionMode):
     """While it is active, functions that get a `DTensor` give the single-process result.
 
     Args:
         mesh: Of all sharded tensors.
+        place: What of the script sharded them, for messages; None is the operator plan.
 
     Attributes:
         draw: Returns the mask of a dropout.
@@ -127,12 +124,14 @@ class Guard(TorchFunctionMode):
             has its own, so that it finds the same again.
     """
 
-    def __init__(self, mesh: DeviceMesh) -> None:
+    def __init__(self, mesh: DeviceMesh, place: str | None = None) -> None:
         super().__init__()
+        self._place = place
         self.draw = _draw
         self.has_loss = False
         self.shared: list[Any] | None = None
         self._regions: weakref.WeakSet[Any] = weakref.WeakSet()
+        self._views = guard_refusals.Views()
         self._mesh = mesh
         self._replicated = (Replicate(),) * mesh.ndim
         self._warned: set[str] = set()
@@ -140,11 +139,13 @@ class Guard(TorchFunctionMode):
         self._special = self._implementations()
 
     def __getstate__(self) -> dict[str, Any]:
-        passing = ("shared", "_regions", "_special")
+        passing = ("shared", "_regions", "_special", "_views")
         return {name: value for name, value in vars(self).items() if name not in passing}
 
     def __setstate__(self, state: dict[str, Any]) -> None:
-        vars(self).update(state, shared=None, _regions=weakref.WeakSet())
+        vars(self).update(
+            state, shared=None, _regions=weakref.WeakSet(), _views=guard_refusals.Views()
+        )
         self._special = self._implementations()
 
     def _implementations(self) -> dict[Function, Function]:
@@ -169,29 +170,17 @@ class Guard(TorchFunctionMode):
             with contextlib.nullcontext() if torch_compat.is_active(self) else self:
                 yield
         except RuntimeError as error:
-            said = _said(error)
-            if torch_compat.is_of_compiler(error):
-                line = str(error).strip().partition("\n")[0]
-                raise ModelError(
-                    f"{ROOT}.plan: torch.cond or another operator that compiles what it calls "
-                    f"cannot call modules that the plan divides: {line}",
-                    hint="call the modules outside of its functions, or leave out their rules",
-                ) from error
-            if any(words in said for words in _LAYOUT_ERRORS):
-                raise ModelError(
-                    f"{ROOT}.plan: the model computes with a divided tensor by torch.func, or by a "
-                    "torch.autograd.Function whose gradient has no layout",
-                    hint="give the layer before it an `out` that is whole, or leave out its rule",
-                ) from error
-            if _VIEW_ERROR not in said:
-                raise
-            raise ModelError(
-                f"{ROOT}.plan: the model writes to a view of a divided tensor, such as a slice, "
-                "which the tensor would not see",
-                hint="compute a new tensor, as with torch.where or torch.cat",
-            ) from error
+            if sentence := guard_refusals.sentence_of(error, self._place):
+                raise sentence from error
+            raise
         finally:
             self.shared = outer
+            if outer is None:
+                self._views.clear()
+
+    def check_returned(self, output: Any) -> None:
+        """Refuse an output of which a view was written, which it does not know."""
+        self._views.check(tensors_in(output), self._place)
 
     def resume(self) -> None:
         """Guard the rest of a script's own recomputation, once it calls a planned module."""
@@ -222,15 +211,17 @@ class Guard(TorchFunctionMode):
         kwargs = kwargs or {}
         # Every function of a step passes here, most inspecting or on plain tensors: this is hot.
         name = getattr(func, "__name__", "")
+        if self._views and name not in INSPECTING:
+            self._views.watch(name, args, kwargs, self._place)
         if name in INSPECTING or not _has_dtensor(args, kwargs):
             if (
                 name == "__set__" and self.shared
             ):  # as in `x.data = y`, which no version counter shows
                 self.shared.clear()
             return func(*args, **kwargs)
-        if name not in VERIFIED or func in self._special:
+        if name not in VERIFIED or func in self._special or self._place:
             self._require_guarded(name)
-        if args and isinstance(args[0], Tensor) and _is_writing(name, kwargs):
+        if args and isinstance(args[0], Tensor) and guard_refusals.is_writing(name, kwargs):
             is_verified = name in VERIFIED or (func in self._special and func not in _ON_SHARDS)
             if not is_verified or not isinstance(args[0], DTensor):
                 return self._write(func, name, args, kwargs)
@@ -238,9 +229,22 @@ class Guard(TorchFunctionMode):
         kwargs = {key: self._as_dtensor(value) for key, value in kwargs.items()}
         if func in self._special:
             return self._special[func](*args, **kwargs)
-        if name not in VERIFIED:
+        # torch has no layout of a product with a vector whose sum is divided.
+        is_vector = name in _PRODUCTS and any(x.dim() == 1 for x in args if isinstance(x, Tensor))
+        if name not in VERIFIED or is_vector:
             return self._run_replicated(func, name, args, kwargs)
         return self._run_on_shards(func, name, args, kwargs)
+
+    def apply_own(
+        self, kind: type, apply: Function, args: tuple[Any, ...], kwargs: dict[str, Any]
+    ) -> Any:
+        """Apply a script's `torch.autograd.Function` to whole tensors."""
+        if not _has_dtensor(args, kwargs):
+            return apply(*args, **kwargs)
+        name = kind.__name__
+        self._require_guarded(name)
+        self._warn_of_whole(name, (*args, *kwargs.values()))
+        return apply_whole(name, apply, self._gather, args, kwargs)
 
     def _begin_region(self) -> None:
         """Note that this region of `torch.utils.checkpoint` is guarded, when it runs again too."""
@@ -258,7 +262,9 @@ class Guard(TorchFunctionMode):
             raise ModelError(
                 f"torch.utils.checkpoint would run {name} of a divided tensor again without msrun, "
                 "and get something else",
-                hint="let it begin with a module of parallel.plan, or use parallel.recompute",
+                hint="checkpoint the call of what msrun.shard returned"
+                if self._place
+                else "let it begin with a module of parallel.plan, or use parallel.recompute",
             )
 
     def _as_dtensor(self, value: Any) -> Any:
@@ -304,7 +310,13 @@ class Guard(TorchFunctionMode):
         """Warn of the function `name`, once."""
         if name not in self._warned:
             self._warned.add(name)
-            warnings.warn(f"msrun: {text}", stacklevel=5)
+            warnings.warn(f"msrun: {text}", stacklevel=6)
+
+    def _warn_of_whole(self, name: str, values: Sequence[Any]) -> None:
+        """Warn of a function that gets divided tensors whole, once."""
+        placements = {placement for tensor in _dtensors(values) for placement in tensor.placements}
+        if any(not p.is_replicate() and not p.is_partial() for p in placements):
+            self._warn_once(name, f"{name} is computed whole on every rank")
 
     def _write(
         self, func: Function, name: str, args: tuple[Any, ...], kwargs: dict[str, Any]
@@ -334,20 +346,21 @@ class Guard(TorchFunctionMode):
 
     def _overwrite(self, target: DTensor, value: Tensor) -> None:
         placed: DTensor = self._as_dtensor(value)
+        if any(placement.is_partial() for placement in target.placements):
+            raise guard_refusals.unfinished_sum(self._place)
         target.copy_(placed.redistribute(self._mesh, target.placements))
 
     def _run_replicated(
         self, func: Function, name: str, args: tuple[Any, ...], kwargs: dict[str, Any]
     ) -> Any:
-        tensors = [*_dtensors(args), *_dtensors(tuple(kwargs.values()))]
-        placements = {placement for tensor in tensors for placement in tensor.placements}
-        if any(not p.is_replicate() and not p.is_partial() for p in placements):
-            self._warn_once(name, f"{name} is computed whole on every rank")
+        self._warn_of_whole(name, (*args, *kwargs.values()))
         out = kwargs.get("out")
         if isinstance(out, DTensor):
             kwargs = {key: value for key, value in kwargs.items() if key != "out"}
         kwargs = {key: self._gather(value) for key, value in kwargs.items()}
         result = func(*map(self._gather, args), **kwargs)
+        if func not in _ON_SHARDS and guard_refusals.makes_view(name, args):
+            self._views.note(args[0], result)
         if not isinstance(out, DTensor):
             return result
         self._overwrite(out, result)
@@ -382,8 +395,20 @@ class Guard(TorchFunctionMode):
 
     def _run_each_shard(self, func: Function, *args: Any, **options: Any) -> Any:
         """Run a function of `shard_functions` on shards; elsewhere as torch does, or whole."""
-        name = func.__name__
         tensors = [*_dtensors(args), *_dtensors(tuple(options.values()))]
+        result = self._on_each_shard(func, tensors, args, options)
+        if guard_refusals.makes_view(func.__name__, args):
+            self._views.note(args[0], result)
+        return result
+
+    def _on_each_shard(
+        self,
+        func: Function,
+        tensors: Sequence[DTensor],
+        args: tuple[Any, ...],
+        options: dict[str, Any],
+    ) -> Any:
+        name = func.__name__
         is_view = func in shard_functions.VIEWS
         on_shard = _ON_SHARDS[func]
         if all(map(shard_functions.is_even, tensors)):
@@ -419,10 +444,12 @@ class Guard(TorchFunctionMode):
         return rows.redistribute(self._mesh, placements)
 
     def _cross_entropy(self, logits: DTensor, target: DTensor, **options: Any) -> Any:
-        """Compute the loss of logits that are sharded by class without gathering them.
+        """Compute the loss of logits that are sharded by class, or by sample, without gathering.
 
-        torch's `loss_parallel` does, inside its context, where `rt.step` runs the loss.
+        By class torch's `loss_parallel` does, inside its context, where `rt.step` runs the loss.
         """
+        if (by_sample := sharded_losses.cross_entropy(logits, target, **options)) is not None:
+            return by_sample
         is_plain = options.get("weight") is None and not options.get("label_smoothing")
         is_by_class = logits.dim() > 1 and all(
             placement.is_replicate() or placement.is_shard(1) for placement in logits.placements
@@ -453,11 +480,6 @@ class Guard(TorchFunctionMode):
 def _draw(x: Tensor, share: float) -> Tensor:
     """Return a mask of the full shape of `x`: ones with probability `share`, else zeros."""
     return torch.empty(x.shape, dtype=x.dtype, device=x.device).bernoulli_(share)
-
-
-def _is_writing(name: str, kwargs: dict[str, Any]) -> bool:
-    is_named_so = name.endswith("_") and not name.endswith("__")
-    return is_named_so or name in _WRITING or bool(kwargs.get("inplace"))
 
 
 def _has_dtensor(args: tuple[Any, ...], kwargs: dict[str, Any]) -> bool:

@@ -7,16 +7,16 @@ the whole number of heads, and a norm over a sharded dim is wrong without an err
 The idea.  Activations stay `DTensor`s between planned modules, since a DTensor knows its layout.
 DTensor is itself wrong for some functions, so a function mode, the guard, decides for each function
 whether it runs on shards (`guard`; docs/decisions/0014).  This module does the rest: parameters
-become DTensors, and two hooks a module place its first input and its output.
+become DTensors, and two hooks a module place its inputs and outputs.
 
 Life of one forward:
 
 1. `_Guarded` enters the guard around the model's forward.
-2. `before` redistributes the first tensor input to the plan's `in`.  A plain tensor counts as
-   replicated, since ranks of these axes get the same batch.
+2. `before` redistributes the first tensor input, or those that the rule names, to the plan's
+   `in`.  A plain tensor counts as replicated, since ranks of these axes get the same batch.
 3. The module computes on DTensors.
-4. `after` redistributes the output to the plan's `out`.  A replicated output leaves as a plain
-   tensor, so the code up to the next planned module runs without DTensor.
+4. `after` redistributes outputs to the plan's `out`, likewise.  A replicated output leaves as a
+   plain tensor, so the code up to the next planned module runs without DTensor.
 5. At the end, outputs that are still sharded are gathered, unless the guarded loss of `rt.step`
    takes them as they are (style `vocab`).
 
@@ -40,8 +40,10 @@ model inside a pipeline was Python of the guard.
 from __future__ import annotations
 
 import math
+import threading
 import weakref
 from collections.abc import Callable, Iterable, Mapping
+from functools import partial
 from typing import Any
 
 import torch
@@ -61,7 +63,14 @@ from msrun.parallel.tensor.grids import GridProduct
 from msrun.parallel.tensor.guard import Guard
 from msrun.parallel.tensor.interleaved import Interleaved
 from msrun.parallel.tensor.local_module import make_local
-from msrun.parallel.tensor.outputs import plain
+from msrun.parallel.tensor.outputs import (
+    find_arguments,
+    placed_arguments,
+    placed_first,
+    placed_outputs,
+    plain,
+    tensor_named,
+)
 from msrun.parallel.tensor.placements import on_mesh, packed, placements
 from msrun.parallel.tensor.plan import ModulePlan
 
@@ -79,6 +88,7 @@ def apply(model: nn.Module, plans: Mapping[str, ModulePlan], mesh: DeviceMesh) -
     """
     support_lists()
     torch_compat.move_shards_by_all_to_all()
+    torch_compat.apply_own_functions_by_modes()
     for axes in _joined(plans.values(), mesh.mesh_dim_names or ()):
         torch_compat.join_axes(mesh[axes])
     # By identity, old and new: modules that share a parameter must share its DTensor.
@@ -102,11 +112,19 @@ def apply(model: nn.Module, plans: Mapping[str, ModulePlan], mesh: DeviceMesh) -
         if plan.product is not None:
             out = _WantedPlacement(plan.out, mesh, f"{plan.key}, output of {name}")
             module.forward = GridProduct(name, module, plan.product, mesh, out)
-        hooks = _Hooks(name, plan, mesh, guard)
+        hooks = _Hooks(name, module, plan, mesh, guard)
         module.register_forward_pre_hook(hooks.before, with_kwargs=True)
         module.register_forward_hook(hooks.after)
+    for name in _with_owners(plans):
+        torch_compat.never_compile(model.get_submodule(name), f"parallel.plan divides {name}")
     model.forward = _Guarded(guard, model.forward)
     return guard
+
+
+def _with_owners(names: Iterable[str]) -> set[str]:
+    """Return `names` and those of the modules around them, without the model itself."""
+    parts = (name.split(".") for name in names)
+    return {".".join(part[:count]) for part in parts for count in range(1, len(part) + 1)} - {""}
 
 
 def apply_parameters(module: nn.Module, params: Mapping[str, Dims], mesh: DeviceMesh) -> None:
@@ -133,7 +151,16 @@ def _only_axis(plan: ModulePlan) -> str:
 def _joined(plans: Iterable[ModulePlan], names: tuple[str, ...]) -> list[tuple[str, ...]]:
     """Return the sets of axes that shard one dim together, each in the order of `names`."""
     tensors = (
-        dims for plan in plans for dims in (*plan.params.values(), plan.inputs, plan.out) if dims
+        dims
+        for plan in plans
+        for dims in (
+            *plan.params.values(),
+            plan.inputs,
+            plan.out,
+            *plan.each_input.values(),
+            *plan.each_out.values(),
+        )
+        if dims
     )
     joined = {frozenset(dim) for dims in tensors for dim in dims if isinstance(dim, list)}
     return sorted(tuple(sorted(axes, key=names.index)) for axes in joined if len(axes) > 1)
@@ -182,67 +209,129 @@ def placing(dims: Dims, mesh: DeviceMesh, where: str) -> Callable[[Tensor], DTen
 
 
 class _Hooks:
-    """Places the first input and the output of one planned module."""
+    """Places inputs and outputs of one planned module: the first of each, or those by name."""
 
-    def __init__(self, name: str, plan: ModulePlan, mesh: DeviceMesh, guard: Guard) -> None:
+    def __init__(
+        self, name: str, module: nn.Module, plan: ModulePlan, mesh: DeviceMesh, guard: Guard
+    ) -> None:
         self._guard = guard
-        self._missing = f"{plan.key}: {name} was called without a tensor"
+        self._missing = f"{plan.key}: {name} was called without a tensor among its arguments"
+        self._where = [partial(tensor_named, end, plan, name) for end in ("in", "out")]
         self._input = _WantedPlacement(plan.inputs, mesh, f"{plan.key}.in of {name}")
         self._output = _WantedPlacement(
             plan.out, mesh, f"{plan.key}.out of {name}", parts=plan.out_parts
         )
-        self._has_output = plan.out is not None
-        self._taken: tuple[weakref.ref[Tensor], weakref.ref[DTensor], int] | None = None
+        self._has_input, self._has_output = plan.inputs is not None, plan.out is not None
+        self._arguments = find_arguments(module, name, plan)
+        self._each_input, self._each_out = (
+            {
+                key: None if dims is None else _WantedPlacement(dims, mesh, where(key))
+                for key, dims in each.items()
+            }
+            for where, each in zip(self._where, (plan.each_input, plan.each_out), strict=True)
+        )
+        self._has_each_out = plan.has_each_out
+        # Of each thread: copies compute a module at the same time.
+        self._taken: dict[int, list[tuple[weakref.ref[Tensor], weakref.ref[DTensor], int]]] = {}
 
     def __getstate__(self) -> dict[str, Any]:
         # A forward that failed leaves weak references, which cannot be pickled.
-        return {**self.__dict__, "_taken": None}
+        return {**self.__dict__, "_taken": {}}
 
     def before(
         self, _: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]
     ) -> tuple[tuple[Any, ...], dict[str, Any]]:
         self._guard.resume()
-        if args and isinstance(args[0], Tensor):
-            return (self._take(args[0]), *args[1:]), kwargs
+        self._taken.pop(threading.get_ident(), None)  # of a forward that failed
+        if self._arguments:
+            return self._take_each(args, kwargs)
+        for at, value in enumerate(args):
+            if isinstance(value, Tensor):
+                return (*args[:at], self._take_first(value), *args[at + 1 :]), kwargs
         for key, value in kwargs.items():
             if isinstance(value, Tensor):
-                return args, {**kwargs, key: self._take(value)}
-        raise ModelError(self._missing)
+                return args, {**kwargs, key: self._take_first(value)}
+        if self._has_input:
+            raise ModelError(
+                self._missing,
+                hint="tensors in tuples and mappings stay as they come: pass the one that is "
+                "placed as an argument, or leave out `in`",
+            )
+        return args, kwargs
 
-    def _take(self, x: Tensor) -> DTensor:
+    def _take_first(self, x: Tensor) -> DTensor:
+        kept: list[_Placed] = []
+        placed = self._take(x, self._input, kept)
+        # One entry is enough: siblings follow each other, and more would keep activations alive.
+        if kept and self._guard.shared is not None:
+            self._guard.shared[:] = kept
+        return placed
+
+    def _take_each(
+        self, args: tuple[Any, ...], kwargs: dict[str, Any]
+    ) -> tuple[tuple[Any, ...], dict[str, Any]]:
+        """Return the inputs of a call with those that the rule names placed."""
+        kept: list[_Placed] = []
+        places = []
+        for argument in self._arguments:
+            wanted = self._each_input[argument.key]
+            take = partial(self._take, wanted=wanted, kept=kept) if wanted else None
+            places.append((argument, take))
+        placed = placed_arguments(places, args, kwargs, self._where[0])
+        if kept and self._guard.shared is not None:
+            self._guard.shared[:] = kept
+        return placed
+
+    def _take(self, x: Tensor, wanted: _WantedPlacement, kept: list[_Placed]) -> DTensor:
         """Return `x` in the layout that the module wants, shared with siblings that want it too.
 
         Query, key and value then give one gradient, which is all-reduced once.
+
+        Args:
+            x: An input.
+            wanted: Its layout.
+            kept: Gets what siblings may find.
         """
-        placed = self._put(x)
-        self._taken = None
+        placed = self._put(x, wanted, kept)
         # `after` compares the count of writes, which inference tensors do not have.
         if placed is not x and not placed.is_inference():
-            self._taken = weakref.ref(x), weakref.ref(placed), torch_compat.write_count(placed)
+            taken = weakref.ref(x), weakref.ref(placed), torch_compat.write_count(placed)
+            self._taken.setdefault(threading.get_ident(), []).append(taken)
         return placed
 
-    def _put(self, x: Tensor) -> DTensor:
+    def _put(self, x: Tensor, wanted: _WantedPlacement, kept: list[_Placed]) -> DTensor:
         shared = self._guard.shared
         if shared is None or not torch.is_grad_enabled() or x.is_inference():
-            return self._input.put(x)
-        # One entry is enough: siblings follow each other, and more would keep activations alive.
-        if not shared or not shared[0].is_right(x, self._input):
-            if x.requires_grad and self._input.is_to_change(x):
+            return wanted.put(x)
+        known = next((each for each in (*kept, *shared) if each.is_right(x, wanted)), None)
+        if known is None:
+            if x.requires_grad and wanted.is_to_change(x):
                 turns.mark()
-            shared[:] = [_Placed(x, self._input)]
-        placed: DTensor = shared[0].result
+            known = _Placed(x, wanted)
+        kept.append(known)
+        placed: DTensor = known.result
         return placed
 
     def after(self, module: nn.Module, args: tuple[Any, ...], output: Any) -> Any:
         del args
-        if self._taken is not None:
-            self._write_back(*self._taken)
-            self._taken = None
+        if self._taken:
+            for taken in self._taken.pop(threading.get_ident(), ()):
+                self._write_back(*taken)
         if not torch_compat.is_active(self._guard):  # the script calls a submodule directly
             return plain(output, may_be_sharded=False)
-        if not self._has_output or not isinstance(output, Tensor):
+        if self._each_out:
+            places = {
+                key: partial(self._give, module, wanted) if wanted else None
+                for key, wanted in self._each_out.items()
+            }
+            return placed_outputs(output, places, self._where[1], is_all=self._has_each_out)
+        if not self._has_output:
             return output
-        placed = self._output.put(output)
+        return placed_first(output, partial(self._give, module, self._output), self._where[1])
+
+    def _give(self, module: nn.Module, wanted: _WantedPlacement, output: Tensor) -> Tensor:
+        """Return an output in its layout; a plain tensor if that is whole."""
+        placed = wanted.put(output)
         if not all(placement.is_replicate() for placement in placed.placements):
             return placed
         # An embedding is replicated by the guard, where it was looked up.
@@ -402,4 +491,5 @@ class _Guarded:
     def _run_guarded(self, *args: Any, **kwargs: Any) -> Any:
         with self._guard.active():
             output = self.__wrapped__(*args, **kwargs)
+            self._guard.check_returned(output)
         return plain(output, may_be_sharded=self._guard.has_loss)

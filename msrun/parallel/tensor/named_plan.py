@@ -29,7 +29,7 @@ from msrun.parallel.layout import named_axis
 from msrun.parallel.plans.families import AUTO, Block, blocks_of
 from msrun.parallel.rank_context import RankContext
 from msrun.parallel.settings.plan_rules import Dims, PlanRule
-from msrun.parallel.tensor.plan import ModuleShape, NamedRules
+from msrun.parallel.tensor.module_shape import ModuleShape, NamedRules
 
 # Styles of transformers -> ours.  Others, such as those of q_norm, need nothing here: what they
 # are for follows from the placements of activations.
@@ -99,6 +99,8 @@ class _Maker:
         members = {start + name: style for name, style in block.members.items()}
         optional = {start + name: style for name, style in block.optional.items()}
         if any(name not in self._shapes or name in self.rules for name in members):
+            return
+        if any(start + name not in self._shapes for name in block.beside):
             return
         if all(self._base(name) for name in members):
             there = {name: style for name, style in optional.items() if name in self._shapes}
@@ -198,7 +200,11 @@ class _Maker:
         if not base or (kind == "experts") != (base == "Experts"):
             why = f"computes its {shape.computed[0]}" if shape.computed else "has no known weight"
             return f"{shape.kind} {why}"
-        if kind == "experts":
+        if base == "GroupedConv" and kind != "colwise":
+            return f"{shape.kind} has groups"
+        if base == "GroupedConv":
+            size = int(self._model.get_submodule(name).groups)  # type: ignore[arg-type]
+        elif kind == "experts":
             size = shape.params["down_proj"][-1]
         elif kind == "rowwise" or (kind == "colwise" and base == "Embedding"):
             size = self._weight(name)[1]

@@ -13,13 +13,23 @@ import msgspec
 
 from msrun.errors import ConfigError
 from msrun.parallel.config import ROOT
-from msrun.parallel.layout import EXPERT_AXIS, MeshLayout, rule_axes, style_axis
+from msrun.parallel.layout import rule_axes, style_axis
 from msrun.parallel.match import matching
 from msrun.parallel.notation.dims import ModuleDims
 from msrun.parallel.notation.grids import MATRICES, GridDims, Product, grid_dims, grid_of_layout
+from msrun.parallel.notation.mesh_layout import EXPERT_AXIS, MeshLayout
 from msrun.parallel.notation.rules import batch_free, notation_dims
 from msrun.parallel.settings.grids import GRID_AXES
-from msrun.parallel.settings.plan_rules import UNSHARDED_DIMS, Dims, PlanRule
+from msrun.parallel.settings.plan_rules import (
+    UNSHARDED_DIMS,
+    Dims,
+    PlanRule,
+    TensorAxes,
+    one_tensor,
+    several_tensors,
+    tensor_path,
+)
+from msrun.parallel.tensor.module_shape import ModuleShape, NamedRules
 
 # Modules that compute each element for itself.
 _ELEMENTWISE = (
@@ -37,42 +47,6 @@ _ELEMENTWISE = (
 _EXPERT_DIMS = 3
 
 
-class ModuleShape(msgspec.Struct, frozen=True, kw_only=True):
-    """Kind and parameters of one module.
-
-    Args:
-        kind: Name of its class.
-        base: Class whose styles it takes: `Linear`, `Embedding`, `Conv1D`, `Experts`, `Conv` (a
-            convolution), `ConvTranspose` or `GroupedConv`; empty if it takes `sequence` alone.
-        params: Name of each parameter of the module itself -> its shape.
-        shared: Parameter -> its further names in the model, if it has several.
-        adapters: Of a LoRA layer, the names of its modules: the layer that it adapts, those of
-            `lora_A`, those of `lora_B`; else None.
-        computed: Parameters of its class that it computes from others (`nn.utils.parametrize`).
-        has_own_forward: Whether it computes otherwise than `base`.
-    """
-
-    kind: str
-    base: str = ""
-    params: dict[str, tuple[int, ...]]
-    shared: dict[str, tuple[str, ...]] = {}
-    adapters: tuple[str, tuple[str, ...], tuple[str, ...]] | None = None
-    computed: tuple[str, ...] = ()
-    has_own_forward: bool = False
-
-
-class NamedRules(msgspec.Struct, frozen=True, kw_only=True):
-    """The rules that a plan that ships has for one model.
-
-    Args:
-        name: Name of the plan.
-        rules: Module -> its rule.
-    """
-
-    name: str
-    rules: dict[str, PlanRule]
-
-
 class ModulePlan(msgspec.Struct, frozen=True, kw_only=True):
     """Axes that shard the tensors of one module.
 
@@ -80,7 +54,12 @@ class ModulePlan(msgspec.Struct, frozen=True, kw_only=True):
         key: Path of its rule in the configuration, for messages.
         params: Parameter -> axis names of each dim.
         inputs: Axis names of each dim of the first input; None leaves it as it comes.
-        out: Axis names of each dim of the output; None leaves it as it comes.
+        out: Axis names of each dim of the output, of several the first tensor; None leaves it as
+            it comes.
+        each_input: In place of `inputs`: name of an argument, or its position in digits -> axis
+            names of each dim, or None.
+        each_out: In place of `out`: the same of outputs.
+        has_each_out: Whether `each_out` names all outputs of a sequence, in order.
         packed: Parameter -> number of equal tensors that follow each other in its sharded dim.
         out_parts: The same for the last dim of the output.
         is_local: Whether the module computes on plain shards, and ranks add their outputs.
@@ -97,6 +76,9 @@ class ModulePlan(msgspec.Struct, frozen=True, kw_only=True):
     params: dict[str, Dims]
     inputs: Dims | None
     out: Dims | None
+    each_input: dict[str, Dims | None] = {}
+    each_out: dict[str, Dims | None] = {}
+    has_each_out: bool = False
     packed: dict[str, int] = {}
     out_parts: int = 1
     is_local: bool = False
@@ -182,7 +164,7 @@ def _plan(
     if rule.style:
         axis = style_axis(rule, layout)
         if axis == EXPERT_AXIS and layout.ep:
-            return _routed(key, name, module)
+            return _routed(key, name, module, layout.ep)
         return _styled(key, rule, axis, f"{name or 'the model'} ({module.kind})", module)
     if rule.rows is not None:
         return _of_rows(key, rule, layout, name, module)
@@ -194,9 +176,26 @@ def _plan(
     return ModulePlan(
         key=key,
         params=rule.params,
-        inputs=None if rule.inputs is None else batch_free(rule.inputs, f"{key}.in"),
-        out=None if rule.out is None else batch_free(rule.out, f"{key}.out"),
+        inputs=_of_one(rule.inputs, f"{key}.in"),
+        out=_of_one(rule.out, f"{key}.out"),
+        each_input=_of_each(rule.inputs, f"{key}.in"),
+        each_out=_of_each(rule.out, f"{key}.out"),
+        has_each_out=not isinstance(rule.out, Mapping),
     )
+
+
+def _of_one(axes: TensorAxes | None, key: str) -> Dims | None:
+    """Return the dims of the one tensor that `axes` places, without `dp`; None of several."""
+    dims = one_tensor(axes)
+    return None if dims is None else batch_free(dims, key)
+
+
+def _of_each(axes: TensorAxes | None, key: str) -> dict[str, Dims | None]:
+    """Return the dims of each of several tensors that `axes` places, without `dp`."""
+    return {
+        name: None if dims is None else batch_free(dims, tensor_path(key, name))
+        for name, dims in several_tensors(axes).items()
+    }
 
 
 def _of_rows(
@@ -219,7 +218,7 @@ def _of_rows(
             f"{key}.rows: {name}.weight is {others[0]} too, which needs the whole table",
             hint="make two parameters of them, or choose style embedding",
         )
-    out = None if rule.out is None else batch_free(rule.out, f"{key}.out")
+    out = _of_one(rule.out, f"{key}.out")
     is_cut = layout.size(axis) > 1
     return ModulePlan(
         key=key, params={}, inputs=None, out=out, rows=rows if is_cut else (), axis=axis
@@ -275,6 +274,14 @@ def _check_copied(key: str, dims: ModuleDims, module: ModuleShape) -> None:
         raise ConfigError(
             f"{key}: interleaved_parallel is for {', '.join(alone)}, whose samples do not meet, "
             f"not {module.kind}"
+        )
+    if module.has_own_forward or module.computed:
+        own = "has a forward of its own, which may compute over all of them"
+        again = f"computes its {', '.join(module.computed)} again for each, which may change it"
+        raise ConfigError(
+            f"{key}: interleaved_parallel runs a module on pieces of its input, and {module.kind} "
+            f"{again if module.computed else own}",
+            hint="leave out interleaved_parallel, or divide a layer inside of it",
         )
     count = len(dims.inputs or ())
     if dims.copied_dim >= count - alone[kind]:
@@ -397,8 +404,10 @@ def _on_grid(
     )
 
 
-def _routed(key: str, name: str, module: ModuleShape) -> ModulePlan:
-    """Return the plan of a module whose experts are shared out, which are dim 0 of each weight."""
+def _routed(key: str, name: str, module: ModuleShape, ranks: int) -> ModulePlan:
+    """Return the plan of experts on ranks, which are dim 0 of each weight or members of a list."""
+    if module.members >= ranks and not module.params:
+        return ModulePlan(key=key, params={}, inputs=None, out=None, is_routed=True)
     shapes = list(module.params.values())
     is_of_experts = (
         any(len(shape) == _EXPERT_DIMS for shape in shapes)

@@ -135,18 +135,27 @@ def _view_of_parts(x: DTensor, shape: list[int]) -> Any:
 
     Dims are matched from the first on: those of `x` whose product is that of some of `shape`.  A
     sharded one of `x` must come first among its own, and the dim that takes its place must divide.
+    Of one that packs several tensors, such as the heads of each sample, dims that count them come
+    before it.
     """
     local, placed = list(shape), list(x.placements)
     for dim in sorted(sharded_dims(x)):
-        before, ranks = x.shape[:dim].numel(), _ranks(x, dim)
+        before, ranks, packs = x.shape[:dim].numel(), _ranks(x, dim), _packed_parts(x, dim)
         at = [i for i in range(len(shape)) if math.prod(shape[:i]) == before and shape[i] > 1]
-        if len(at) != 1 or local[at[0]] % ranks:
+        if len(at) != 1:
             return None
-        local[at[0]] //= ranks
+        place, left = at[0], packs
+        while left > 1 and left % shape[place] == 0 and place + 1 < len(shape):
+            left //= shape[place]
+            place += 1
+        if shape[place] % (left * ranks):
+            return None
+        local[place] //= ranks
         for axis, placement in enumerate(x.placements):
             parts = parts_before(placement)
             if parts is not None and _dim(placement) % x.dim() == dim:
-                placed[axis] = strided_shard(at[0], parts) if parts > 1 else Shard(at[0])
+                parts = parts if packs == 1 else left
+                placed[axis] = strided_shard(place, parts) if parts > 1 else Shard(place)
     return on_mesh(x.to_local().reshape(local), x.device_mesh, placed)
 
 

@@ -26,7 +26,8 @@ from msrun.parallel import torch_compat
 _VALUES = frozenset(["H", "T", "data", "imag", "mH", "mT", "real", "shape"])
 _SHAPES = frozenset(["shape", "size", "numel", "nelement", "__len__"])
 _NO_VALUES = """
-    __format__ __hash__ __repr__ __set__ __delete__ backward data_ptr detach dim element_size
+    __format__ __hash__ __repr__ __set__ __delete__ _has_compatible_shallow_copy_type backward
+    data_ptr detach dim element_size
     get_device has_names is_complex is_contiguous is_floating_point is_inference is_shared
     ndimension register_hook register_post_accumulate_grad_hook requires_grad_ retain_grad
 """

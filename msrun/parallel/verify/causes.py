@@ -99,6 +99,11 @@ def _is_mean_of_parts(seen: Evidence) -> bool:
 def _of_parameter(config: ParallelConfig, reference: Reference, found: Differences) -> Cause:
     """Return the cause of a difference by what is special about the first parameter."""
     name = found.gradients[0].name if found.gradients else ""
+    if name and found.gradients[0].is_between_ranks:
+        return Cause(
+            f"ranks have copies of {name}, and compute other gradients of it",
+            "let hooks, forward and loss do the same on every rank",
+        )
     if name and reference.hooked(name):
         return Cause(
             f"{name} has a gradient hook", "remove the hook, or register it after rt.shard"

@@ -45,6 +45,7 @@ class Gap:
         norm: Norm of the tensor of one process.
         count: Its elements.
         factor: Of the tensor of one process that comes nearest to the other; nan if it is zero.
+        is_between_ranks: Whether both are of ranks that should have the same.
     """
 
     name: str
@@ -52,6 +53,7 @@ class Gap:
     norm: float
     count: int
     factor: float
+    is_between_ranks: bool = False
 
     @property
     def share(self) -> float:
@@ -59,6 +61,8 @@ class Gap:
         return self.gap / self.norm if self.norm else math.inf
 
     def __str__(self) -> str:
+        if self.is_between_ranks:
+            return f"{self.name} (ranks differ by {self.share:.2g} of its norm)"
         if not self.norm:
             return f"{self.name} (0 in one process)"
         return f"{self.name} ({self.share:.2g} of its norm)" if self.gap == self.gap else self.name

@@ -33,6 +33,7 @@ from typing import Any
 
 import torch
 from torch import Tensor
+from torch.nn import Parameter
 
 from msrun.errors import ModelError
 from msrun.parallel.config import DATA_AXIS, PIPELINE_AXIS, ROOT, ParallelConfig
@@ -62,6 +63,7 @@ from msrun.parallel.verify.loop import LoopObserver, loop_step
 from msrun.parallel.verify.put_back import put_back
 from msrun.parallel.verify.randomness import without_dropout
 from msrun.parallel.verify.reference import CannotRunError, Reference
+from msrun.parallel.verify.replicas import between_replicas, with_replicas
 from msrun.parallel.verify.verified_step import VerifiedStep
 
 _NAMES_SHOWN = 3
@@ -365,12 +367,14 @@ class Verifier:
         held -= {id(param) for param in sharded.excluded()}
         params = [(n, p) for n, p in model.named_parameters() if id(p) in held and p.requires_grad]
         has_any = complete_flags(self._context, [p.grad is not None for _, p in params])
-        named: list[tuple[str, Tensor]] = []
+        held_here: list[tuple[str, Parameter, Tensor]] = []
         for (name, param), has_gradient in zip(params, has_any, strict=True):
             if has_gradient:
                 local_gradient(param)  # completes one of which ranks hold summands
             gradient = param.grad
-            named.append((name, torch.zeros_like(param) if gradient is None else gradient))
+            whole = torch.zeros_like(param) if gradient is None else gradient
+            held_here.append((name, param, whole))
+        replicas = between_replicas(self._context, held_here)
         buffers = [(name, buffer) for name, buffer in model.named_buffers() if buffer.numel()]
         reference = self._reference
         of_gradients, of_buffers = _Gaps(), _Gaps()
@@ -381,9 +385,9 @@ class Verifier:
                 for name, param in copies
             }
             of_buffers.expected = reference.buffers()
-        to_first_rank(self._context, named, of_gradients.take)
+        to_first_rank(self._context, [(n, g) for n, _, g in held_here], of_gradients.take)
         to_first_rank(self._context, buffers, of_buffers.take)
-        return of_gradients.found, of_buffers.found
+        return with_replicas(of_gradients.found, replicas), of_buffers.found
 
     def _beyond_rounding(
         self,

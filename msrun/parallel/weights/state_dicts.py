@@ -216,10 +216,10 @@ class PartsOfState(dict[str, Any]):
 
     Args:
         state: Its entries.
-        kind: Class of the optimizer.
+        kind: Class of the optimizer; libraries that copy the dict, as accelerate, leave it out.
     """
 
-    def __init__(self, state: Mapping[str, Any], kind: type) -> None:
+    def __init__(self, state: Mapping[str, Any], kind: type = torch.optim.Optimizer) -> None:
         super().__init__(state)
         self._kind = kind
 

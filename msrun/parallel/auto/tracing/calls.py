@@ -10,6 +10,7 @@ from torch import Tensor, nn
 
 from msrun.errors import ConfigError, ModelError
 from msrun.parallel.auto.tracing.structure import leaves_of
+from msrun.parallel.losses.batch import read_batch
 
 _PLACED = (inspect.Parameter.POSITIONAL_ONLY, inspect.Parameter.POSITIONAL_OR_KEYWORD)
 # In place of each tensor of the sample.
@@ -103,6 +104,14 @@ class CallForm:
     @staticmethod
     def _leaves_of(arguments: Mapping[str, Any]) -> list[tuple[str, Any]]:
         return [(name, leaf) for name, item in arguments.items() for leaf in leaves_of(item)]
+
+
+def positional(model: nn.Module, sample: Sequence[Any] | Mapping[str, Any]) -> Sequence[Any]:
+    """Return the inputs of one batch, which may be one mapping of inputs by name, by position."""
+    if not isinstance(sample, Mapping):
+        return sample
+    batch = read_batch(model, [sample, None], has_loss=True)
+    return by_position(model, batch.named) if batch.named else batch.inputs
 
 
 def by_position(model: nn.Module, sample: Mapping[str, Any]) -> list[Any]:

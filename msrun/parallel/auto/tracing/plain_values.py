@@ -8,9 +8,11 @@ functions name.  A comparison costs a Python operation each, a small part of a s
 
 from __future__ import annotations
 
+import dis
 import random
 from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
+from functools import cache
 from types import CodeType, FunctionType, ModuleType
 from typing import Any, NamedTuple
 
@@ -26,6 +28,7 @@ _PLAIN = (bool, int, float, complex, str, bytes, type(None), torch.dtype, torch.
 _DEEP = 4
 # Of every module; `training` is what `model.train()` and `model.eval()` change.
 _OF_MODULES = frozenset(vars(nn.Module()))
+_LOADS = ("LOAD_ATTR", "LOAD_METHOD")
 _TORCH = ("torch.", "torch", "builtins")
 
 
@@ -109,11 +112,16 @@ class PlainValues:
         self._tensors: list[_Unregistered] = []
         self._seen: set[int] = {id(vars(module)) for module in model.modules()}
         self._codes: set[CodeType] = set()
+        # Attributes that the functions of a module name, and those that it has.
+        self._named: dict[str, frozenset[str]] = {}
+        self._owned: list[tuple[str, dict[str, Any], frozenset[str]]] = []
         self._model, root = model, type(model).__name__
         for name, module in model.named_modules():
             own = {key: x for key, x in vars(module).items() if key not in _OF_MODULES}
             self._note_items(vars(module), own, name or root, 0)
             self._note_classes(module, name or root)
+            self._named[name] = _names_in(type(module).__mro__) - _OF_MODULES
+            self._owned.append((name, vars(module), frozenset(vars(module))))
         boxes = {id(vars(module)): name for name, module in model.named_modules()}
         self._keys: dict[str, set[str]] = {}
         for one in self._plain:
@@ -127,6 +135,12 @@ class PlainValues:
             now = _read(box, key)
             if now is not value and now != value and not isinstance(now, HiddenValue):
                 found.append(Change(name, value, now, box, key))
+        for name, box, keys in self._owned:
+            if len(box) != len(keys):
+                for key in (set(box) - keys) & self._named[name]:
+                    if isinstance(box[key], _PLAIN):
+                        shown = f"{name}.{key}".lstrip(".")
+                        found.append(Change(shown, _MISSING, box[key], box, key))
         for box, key, tensor, writes, name in self._tensors:
             now = _read(box, key)
             if now is not tensor or write_count(tensor) != writes:
@@ -144,7 +158,8 @@ class PlainValues:
         """
         if stage is not self._model:
             for name, part in stage.named_modules():
-                for key in self._keys.get(name, set()).intersection(vars(part)):
+                read = self._keys.get(name, set()) | self._named.get(name, set())
+                for key in read.intersection(vars(part)):
                     raise ModelError(
                         f"{f'{name}.{key}'.lstrip('.')} was set on a stage, which has no forward "
                         "that reads it",
@@ -219,6 +234,20 @@ class PlainValues:
             elif item is not _MISSING and not key.startswith("__"):
                 name = f"{around.get('__name__', '')}.{key}"
                 self._note(around, key, item, name, 1)
+
+
+@cache
+def _names_in(kinds: tuple[type, ...]) -> frozenset[str]:
+    """Return the attributes that functions of classes read, and their texts, as of `getattr`."""
+    found: set[str] = set()
+    for each in kinds:
+        functions = [] if each.__module__.startswith(_TORCH) else vars(each).values()
+        for function in functions:
+            if isinstance(function, FunctionType):
+                found.update(text for text in function.__code__.co_consts if isinstance(text, str))
+                steps = dis.get_instructions(function)
+                found.update(step.argval for step in steps if step.opname in _LOADS)
+    return frozenset(found)
 
 
 def _read(box: Any, key: Any) -> Any:

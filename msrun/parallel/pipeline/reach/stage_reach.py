@@ -57,11 +57,13 @@ class StageReach:
         # Units that are reduced after this add zeros then.
         is_early = bool(getattr(self._model, "reduces_once", False))
         shared, gathered = self._tied.trained(), gathered_with_gradient(self._model)
+        of_units = shards_of_gathered(self._model)
         for name, param in self._model.named_parameters():
             # Completes gradients that were computed apart, without a hook.
             if local_gradient(param) is None and param.requires_grad and param not in gathered:
                 self._untouched.add(name)
-                missing += param in shared or (is_early and is_sharded(param))
+                is_of_unit = is_sharded(param) or param in of_units
+                missing += param in shared or (is_early and is_of_unit)
         return missing
 
     def settle(self, group: dist.ProcessGroup | None) -> None:

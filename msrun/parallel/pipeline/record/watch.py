@@ -1,8 +1,10 @@
 """Plain values that a recorded forward may have read: a change of one needs a new recording.
 
-Watched are attributes of modules whose forward was recorded, attributes of plain objects that they
-hold (such as the configuration of a model of transformers), and what the recorded functions may
-read of globals and of variables of enclosing functions.  A check compares a few hundred values.
+Watched are attributes of modules whose forward was recorded and those of their classes, which an
+attribute of the module may hide later, attributes of plain objects that they hold (such as the
+configuration of a model of transformers), and what the recorded functions may read of globals and
+of variables of enclosing functions.  An attribute that a module gets later counts if a recorded
+function names it.  A check compares a few hundred values.
 """
 
 from __future__ import annotations
@@ -17,11 +19,14 @@ from contextlib import contextmanager
 from enum import Enum
 from pathlib import Path
 from types import CodeType, FrameType, FunctionType, ModuleType
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor, nn
 from torch.nn.attention import sdpa_kernel
+from torch.utils.checkpoint import CheckpointFunction
+
+from msrun.parallel import torch_compat
 
 _OTHERS = (Path(torch.__file__).parent, Path(__file__).parents[3])
 _SCALARS = (bool, int, float, complex, str, bytes, type(None), torch.dtype, torch.device, Enum)
@@ -53,12 +58,35 @@ class _Watched:
         self.value = _snapshot(get())
 
 
+class _WatchedModule(NamedTuple):
+    """One module.
+
+    Args:
+        name: Of the module.
+        module: The module.
+        target: Attributes of its copy.
+        keys: Attributes that it had at the last look.
+    """
+
+    name: str
+    module: weakref.ref[nn.Module]
+    target: dict[str, Any]
+    keys: set[str]
+
+    def shown(self, key: str) -> str:
+        """Return how messages name an attribute."""
+        return f"{self.name}.{key}".lstrip(".")
+
+
 class WatchedValues:
     """The watched values of one model."""
 
     def __init__(self) -> None:
         self._watched: dict[tuple[int, str], _Watched] = {}
         self._seen: set[CodeType] = set()
+        # Names and texts in recorded functions, such as those of attributes.
+        self._names: set[str] = set()
+        self._modules: list[_WatchedModule] = []
 
     def watch_module(
         self, name: str, module: nn.Module, copied: nn.Module, copies: Mapping[int, Any]
@@ -71,27 +99,52 @@ class WatchedValues:
             copied: Its copy.
             copies: Copy of each object, by id.
         """
-        reference = weakref.ref(module)
+        watched = _WatchedModule(name, weakref.ref(module), vars(copied), set(vars(module)))
+        self._modules.append(watched)
         for key, value in list(vars(module).items()):
             if key == "training" or key not in vars(copied):
                 continue
             if _is_plain(value):
-
-                def get(key: str = key) -> Any:
-                    owner = reference()
-                    return _MISSING if owner is None else vars(owner).get(key, _MISSING)
-
-                watched = _Watched(get, f"{name}.{key}".lstrip("."), vars(copied), key)
-                self._watched[id(module), key] = watched
+                self._watch_attribute(module, watched, key)
             else:
-                self._watch_object(f"{name}.{key}".lstrip("."), value, copies, _DEPTH_MAX)
+                self._watch_object(watched.shown(key), value, copies, _DEPTH_MAX)
+        for key in _of_classes(module).difference(vars(module)):
+            self._watch_attribute(module, watched, key)
+
+    def _watch_attribute(self, module: nn.Module, watched: _WatchedModule, key: str) -> None:
+        reference = watched.module
+
+        def get() -> Any:
+            owner = reference()
+            return _MISSING if owner is None else getattr(owner, key, _MISSING)
+
+        value = _Watched(get, watched.shown(key), watched.target, key)
+        self._watched[id(module), key] = value
+
+    def _new(self) -> str:
+        """Return the name of an attribute that a module got, and a recorded function may read."""
+        found = ""
+        for watched in self._modules:
+            module = watched.module()
+            if module is None or len(vars(module)) == len(watched.keys):
+                continue
+            new = set(vars(module)) - watched.keys
+            watched.keys.clear()
+            watched.keys.update(vars(module))
+            for key in sorted(new & self._names):
+                value = vars(module)[key]
+                if _is_plain(value) and (id(module), key) not in self._watched:
+                    self._watch_attribute(module, watched, key)
+                    watched.target[key] = _snapshot(value)
+                    found = watched.shown(key)
+        return found
 
     def changed(self) -> str:
         """Return the name of a value that is another than before; empty if there is none.
 
         The copy of the model gets the new ones.
         """
-        found = ""
+        found = self._new()
         for watched in self._watched.values():
             value = watched.get()
             if value is not watched.value and not _is_equal(value, watched.value):
@@ -117,11 +170,15 @@ class WatchedValues:
             code = frame.f_code
             if event == "call" and code in _UNREPEATABLE and not _is_of_others(_caller(frame)):
                 refuse(*_UNREPEATABLE[code])
+            if event == "call" and code in _UNREPEATABLE_IN_TORCH:
+                refuse(*_UNREPEATABLE_IN_TORCH[code])
             if event != "call" or code in self._seen:
                 return
             self._seen.add(code)
             if _is_of_others(frame):
                 return
+            self._names.update(code.co_names)
+            self._names.update(text for text in code.co_consts if isinstance(text, str))
             self._watch_globals(code, frame.f_globals)
             if code.co_freevars:
                 nested.add(code)
@@ -202,6 +259,15 @@ _UNREPEATABLE: dict[CodeType, tuple[str, str]] = {
     }.items()
     for code in (function.__code__, inspect.unwrap(function).__code__)
     if Path(code.co_filename) != Path(contextlib.__file__)
+    and not torch_compat.keeps_off_compiler(code)
+}
+
+# The same, where torch calls it for a script.
+_UNREPEATABLE_IN_TORCH: dict[CodeType, tuple[str, str]] = {
+    CheckpointFunction.forward.__code__: (
+        "forward calls torch.utils.checkpoint with use_reentrant=True",
+        f"pass use_reentrant=False, or {_IN_A_MODULE}",
+    )
 }
 
 
@@ -228,9 +294,15 @@ def restore_profile(before: Any) -> None:
 def _caller(frame: FrameType) -> FrameType | None:
     """Return what called a function, also where that is a context manager which is entered."""
     found = frame.f_back
-    while found and found.f_code.co_filename == contextlib.__file__:
+    while found and _only_calls(found.f_code):
         found = found.f_back
     return found
+
+
+def _only_calls(code: CodeType) -> bool:
+    # `torch_compat` calls functions of autograd for a script, once a plan has been used.
+    is_between = code.co_filename in (contextlib.__file__, torch_compat.__file__)
+    return is_between or torch_compat.keeps_off_compiler(code)
 
 
 def _is_of_others(frame: FrameType | None) -> bool:
@@ -248,6 +320,17 @@ def _is_library(value: Any) -> bool:
     is_stdlib = name in sys.stdlib_module_names and name != "__main__"
     has_fields = hasattr(value, "__dict__") and not isinstance(value, ModuleType | type)
     return name == "torch" or (is_stdlib and not has_fields)
+
+
+def _of_classes(module: nn.Module) -> set[str]:
+    """Return the plain attributes that the classes of a module have for it."""
+    kinds = [kind for kind in type(module).__mro__ if kind.__module__.partition(".")[0] != "torch"]
+    return {
+        key
+        for kind in kinds
+        for key, value in vars(kind).items()
+        if not key.startswith("__") and not isinstance(value, _FUNCTIONS) and _is_plain(value)
+    }
 
 
 def _is_plain(value: Any) -> bool:

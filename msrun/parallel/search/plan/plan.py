@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections.abc import Iterator, Mapping
 from fnmatch import fnmatchcase
 from pathlib import Path
+from typing import Any
 
 import msgspec
 
@@ -14,6 +15,8 @@ from msrun.parallel.config import PIPELINE_AXIS
 from msrun.units import quoted
 
 VERSION = 2
+# Of plans with a configuration, which earlier versions cannot run.
+MODULES_VERSION = 3
 _SHOWN_MAX = 8
 
 
@@ -59,7 +62,9 @@ class SavedPlan(msgspec.Struct, frozen=True, kw_only=True):
         params: Parameter -> its placement on each axis.
         operators: Step of the graph -> how it runs.
         shared: Tensor with several consumers -> its layout for all of them, on each axis.
-        runs_on: What runs it: `data parallel` and `styles` of the runtime, or the `executor`.
+        runs_on: What runs it: `data parallel` and `styles` of the runtime, or the `executor`; the
+            name of a technique that divides whole modules.
+        config: Configuration of the runtime for such a technique; empty for plans of operators.
         unknown: Operators without a rule, which run replicated.
         rejected: Other layouts and why they were not chosen.
     """
@@ -84,6 +89,7 @@ class SavedPlan(msgspec.Struct, frozen=True, kw_only=True):
     operators: dict[str, Operator]
     shared: dict[str, list[str]] = {}
     runs_on: str = "executor"
+    config: dict[str, Any] = {}
     unknown: list[str] = []
     rejected: list[str] = []
 
@@ -113,7 +119,7 @@ def read_plan(path: Path) -> SavedPlan:
     content = read_bounded(path, str(path), mebibytes=64)
     try:
         version = msgspec.json.decode(content, type=_Versioned).version
-        if version != VERSION:
+        if version not in (VERSION, MODULES_VERSION):
             raise ConfigError(f"{path} has version {version} (this msrun reads {VERSION})")
         return msgspec.json.decode(content, type=SavedPlan)
     except (msgspec.DecodeError, UnicodeDecodeError) as error:

@@ -1,0 +1,325 @@
+"""What one technique takes of a model: bytes of a rank, bytes that it sends, and its configuration.
+
+`msrun advise` and the search for whole modules (`module_search`) both ask here.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Iterable, Mapping, Sequence
+from functools import cached_property
+from types import MappingProxyType
+from typing import Any
+
+import msgspec
+from torch import nn
+
+from msrun.parallel.advise.ranks import expert_rules, operators_divided, tokens_divided
+from msrun.parallel.advise.simulate import Peaks, batch_norms, simulate
+from msrun.parallel.advise.stages import stages_of
+from msrun.parallel.advise.techniques import (
+    Divisible,
+    ModelBytes,
+    Technique,
+    rank_bytes,
+    stage_bytes,
+    traffic,
+)
+from msrun.parallel.auto.left_out import expert_modules, long_sequences
+from msrun.parallel.auto.offline_model import resized
+from msrun.parallel.auto.tracing.structure import leaf_tensors
+from msrun.parallel.config import Optimizer, ParallelConfig, Recompute
+from msrun.parallel.data_parallel.zero import units
+from msrun.parallel.experts.routed import check_module
+from msrun.parallel.layers.recompute import find
+from msrun.parallel.notation.mesh_layout import MeshLayout
+from msrun.parallel.settings.plan_rules import PlanRule
+from msrun.parallel.tensor.describe import describe_modules
+from msrun.parallel.tensor.plan import plan_modules
+
+# States of the optimizer for each element of a parameter.
+STATES = {"adam": 2, "momentum": 1, "sgd": 0}
+
+
+class Estimator:
+    """Estimates one technique after the other; passes that several share run once.
+
+    Args:
+        model: On the device `meta`.
+        sample: Inputs of any batch.
+        batch: Samples of a step.
+        world: Ranks.
+        states: Tensors of the optimizer for each parameter.
+        is_host: Whether ranks train on hosts.
+        blocks: Patterns of the modules that recompute where a technique does; None finds them.
+
+    Attributes:
+        blocks: These patterns; empty without any.
+        experts: Modules of experts, with their number.
+        can_cut: Whether a batch may be cut into micro-batches.
+    """
+
+    def __init__(
+        self,
+        model: nn.Module,
+        sample: Sequence[Any],
+        *,
+        batch: int,
+        world: int,
+        states: int,
+        is_host: bool,
+        blocks: Sequence[str] | None = None,
+    ) -> None:
+        self._model, self._sample = model, sample
+        self._batch, self._world = batch, world
+        self._states, self._is_host = states, is_host
+        self.blocks = list(_blocks(model) if blocks is None else blocks)
+        self.experts = expert_modules(model)
+        self.can_cut = not batch_norms(model)
+        self._known: dict[Technique, Peaks] = {}
+        self._kinds: dict[int, str] = {}
+        self._sizes: dict[tuple[int, int], ModelBytes] = {}
+
+    def divisible(self, per_node: int) -> Divisible:
+        """Return what the model can be divided by, operators within nodes of `per_node` ranks."""
+        return Divisible(
+            world=self._world,
+            per_node=per_node,
+            batch=self._batch,
+            experts=math.gcd(*self.experts.values()),
+            tokens=long_sequences(self._sample),
+            can_recompute=bool(self.blocks),
+            can_cut=self.can_cut,
+        )
+
+    def has_run(self, one: Technique) -> bool:
+        """Return whether the pass of a technique has run already."""
+        return _pass(one) in self._known
+
+    def nbytes(self, one: Technique) -> tuple[int, float]:
+        """Return the bytes of a rank, and those that it sends in a step.
+
+        Raises:
+            ModelError: The technique is not for this model.
+        """
+        ranks = self._world // (one.tp * one.pp)
+        local = self._batch // (self._world // one.apart)
+        again = self._recomputed() if one.recompute else []
+        if one.pp > 1:
+            return self._of_stages(one, ranks, local, again)
+        peaks = self.peaks(one)
+        sizes = self.sizes(one, peaks.parts)
+        batch = sum(x.nbytes for x in leaf_tensors(resized(self._sample, local)))
+        nbytes = rank_bytes(one, sizes, peaks, batch, world=ranks, is_host=self._is_host)
+        sent = traffic(one, sizes, ranks) + peaks.sent * one.accumulate
+        if one.ep > 1:
+            nbytes += peaks.routed
+            sent += 4 * peaks.routed * (one.ep - 1) / one.ep
+        return nbytes, sent
+
+    def peaks(self, one: Technique) -> Peaks:
+        """Return what one pass of a technique without stages takes.
+
+        Raises:
+            ModelError: The technique is not for this model.
+        """
+        key = _pass(one)
+        if key not in self._known:
+            local = self._batch // (self._world // one.apart)
+            sample = resized(self._sample, local // one.accumulate)
+            again = self._recomputed() if one.recompute else []
+            if one.tp > 1:
+                peaks = operators_divided(self._model, sample, again, one.tp)
+            elif one.cp > 1:
+                peaks, kind, sent = tokens_divided(self._model, sample, again, one.cp, one.kind)
+                self._kinds[one.cp] = kind
+                peaks = peaks._replace(sent=sent)
+            else:
+                peaks = simulate(self._model, sample, again, routed=list(self.experts))
+            self._known[key] = peaks
+        return self._known[key]
+
+    def sizes(
+        self, one: Technique, parts: Mapping[str, float] = MappingProxyType({})
+    ) -> ModelBytes:
+        """Return what the parameters of a rank take, under a technique without stages.
+
+        Args:
+            one: The technique.
+            parts: Parameter -> the share of it that a rank has; others are whole, but for experts.
+        """
+        key = one.tp, one.ep
+        if parts:
+            return self._made_sizes(one, parts)
+        if key not in self._sizes:
+            self._sizes[key] = self._made_sizes(one, parts)
+        return self._sizes[key]
+
+    def _made_sizes(self, one: Technique, parts: Mapping[str, float]) -> ModelBytes:
+        ranks = self._world // one.tp
+        if one.ep == 1:
+            return _sizes(self._model, self._states, ranks, parts)
+        prefixes = tuple(f"{name}." for name in self.experts)
+        own = {
+            name: param.nbytes / one.ep
+            for name, param in self._model.named_parameters()
+            if name.startswith(prefixes)
+        }
+        trained = {name for name, param in self._model.named_parameters() if param.requires_grad}
+        shares = {**parts, **dict.fromkeys(own, 1 / one.ep)}
+        sizes = _sizes(self._model, self._states, ranks, shares)
+        return msgspec.structs.replace(
+            sizes,
+            experts=math.ceil(sum(size for name, size in own.items() if name in trained)),
+            copies=ranks // one.ep,
+        )
+
+    def least(self, one: Technique) -> int:
+        """Return bytes that a rank has in any case, under a technique without stages."""
+        nothing = Peaks(0, 0)
+        sizes = self.sizes(one)
+        return rank_bytes(one, sizes, nothing, 0, world=self._world, is_host=self._is_host)
+
+    def trained(self) -> list[nn.Parameter]:
+        """Return the parameters that are trained."""
+        return [param for param in self._model.parameters() if param.requires_grad]
+
+    @cached_property
+    def units(self) -> int:
+        """The number of units of ZeRO, what is in none included."""
+        return 1 + len(units(ParallelConfig(optimizer=Optimizer(zero=1)), self._model, ()))
+
+    def check(self, config: ParallelConfig, layout: MeshLayout) -> None:
+        """Refuse rules that the runtime would refuse for the model.
+
+        Raises:
+            ModelError: A rule is not for a module that it matches.
+        """
+        rules = [rule for rule in config.plan if isinstance(rule, PlanRule)]
+        for name, plan in plan_modules(rules, layout, describe_modules(self._model), None).items():
+            if plan.is_routed:
+                check_module(name, self._model.get_submodule(name))
+
+    def _recomputed(self) -> list[str]:
+        """Return the modules that recompute."""
+        names = [name for name, _ in self._model.named_modules()]
+        return find(Recompute(modules=self.blocks), names)
+
+    def _of_stages(
+        self, one: Technique, ranks: int, local: int, again: Sequence[str]
+    ) -> tuple[int, float]:
+        found = stages_of(
+            self._model,
+            self._sample,
+            local,
+            microbatches=one.microbatches,
+            count=one.pp,
+            recomputed=again,
+        )
+        batch = sum(x.nbytes for x in leaf_tensors(resized(self._sample, local)))
+        nbytes = [
+            stage_bytes(
+                one,
+                stage,
+                position,
+                states=self._states,
+                batch=batch,
+                world=ranks,
+                is_host=self._is_host,
+            )
+            for position, stage in enumerate(found)
+        ]
+        share = 2 * (ranks - 1) / ranks
+        sent = [
+            share * stage.params + one.microbatches * (stage.sent + stage.received)
+            for stage in found
+        ]
+        return max(nbytes), max(sent)
+
+    def config(self, one: Technique) -> dict[str, Any]:
+        """Return the configuration of a technique, whose pass has run."""
+        config: dict[str, Any] = {"mesh": {"dp": -1}}
+        if one.ep > 1:
+            config = {"mesh": {"dp": -1, "ep": one.ep}, "plan": expert_rules(list(self.experts))}
+        if one.cp > 1:
+            rule = {"match": "*", "style": "context", "kind": one.kind or self._kinds[one.cp]}
+            config = {"mesh": {"dp": -1, "cp": one.cp}, "plan": [rule]}
+        if one.tp > 1:
+            config = {"mesh": {"dp": -1, "tp": one.tp}, "plan": "auto_tp"}
+        if one.pp > 1:
+            stages = {"stages": "auto", "microbatches": one.microbatches}
+            config = {"mesh": {"pp": one.pp, "dp": -1}, "pipeline": stages}
+        if one.zero:
+            config["optimizer"] = {"zero": one.zero}
+        if one.recompute:
+            config["recompute"] = {"modules": self.blocks}
+        if one.accumulate > 1:
+            config["accumulate"] = one.accumulate
+        return config
+
+
+def _pass(one: Technique) -> Technique:
+    """Return the technique whose pass is that of `one`: without what happens around it."""
+    return msgspec.structs.replace(one, zero=0, ep=1)
+
+
+def axis_of(one: Technique) -> str:
+    """Return the axis and its size beside `dp` of a technique; empty without one."""
+    sizes = {"ep": one.ep, "cp": one.cp, "tp": one.tp, "pp": one.pp}
+    return next((f"{axis} {size}" for axis, size in sizes.items() if size > 1), "")
+
+
+def kind_of(one: Technique) -> str:
+    """Return the axis beside `dp` of a technique; empty without one."""
+    return axis_of(one).partition(" ")[0]
+
+
+def _sizes(
+    model: nn.Module, states: int, ranks: int, parts: Mapping[str, float] = MappingProxyType({})
+) -> ModelBytes:
+    """Return what the parameters of a rank take.
+
+    Args:
+        model: The model.
+        states: Tensors of the optimizer beside each parameter.
+        ranks: Of data parallel.
+        parts: Parameter -> the share of it that a rank has, if that is not all.
+    """
+    share = {param: parts.get(name, 1.0) for name, param in model.named_parameters()}
+    trained = [param for param in model.parameters() if param.requires_grad]
+
+    def nbytes(params: Iterable[nn.Parameter]) -> float:
+        return sum(param.nbytes * share[param] for param in params)
+
+    inside = [
+        nbytes(model.get_submodule(name).parameters())
+        for name in units(ParallelConfig(optimizer=Optimizer(zero=1)), model, ())
+    ]
+    params = nbytes(trained)
+    others = nbytes(param for param in model.parameters() if not param.requires_grad)
+    padding = sum(
+        share[param] * param.nbytes * (math.ceil(len(param) / ranks) / len(param) - 1 / ranks)
+        for param in trained
+        if param.numel()
+        if param.dim()
+    )
+    return ModelBytes(
+        params=math.ceil(params),
+        fixed=math.ceil(others) + sum(buffer.nbytes for buffer in model.buffers()),
+        state=math.ceil(states * params),
+        largest=math.ceil(max((nbytes([param]) for param in trained), default=0)),
+        unit=math.ceil(max(inside, default=0)),
+        root=max(0, math.ceil(params - sum(inside))),
+        padding=max(0, math.ceil(padding)),
+    )
+
+
+def _blocks(model: nn.Module) -> list[str]:
+    """Return patterns of the blocks of a model: members of its outermost lists of modules."""
+    found: list[str] = []
+    for name, module in model.named_modules():
+        is_list = isinstance(module, nn.ModuleList | nn.Sequential) and len(module) > 1
+        is_inside = any(f"{name}.".startswith(pattern[:-1]) for pattern in found)
+        if name and is_list and not is_inside and any(True for _ in module.parameters()):
+            found.append(f"{name}.*")
+    return found

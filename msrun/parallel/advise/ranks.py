@@ -1,0 +1,180 @@
+"""One rank of several that share a model, for `simulate`: the runtime's own modules and no ranks.
+
+Operators are divided by the plan that ships for the model (`auto_tp`), sequences by style
+`context`.  Both run as in training, among ranks that are not there.  Experts on ranks of their own
+follow from arithmetic, since the tokens that travel depend on values.
+"""
+
+from __future__ import annotations
+
+import contextlib
+from collections.abc import Mapping, Sequence
+from functools import partial
+from typing import Any
+
+import torch
+from torch import nn
+from torch.nn import functional
+from torch.overrides import TorchFunctionMode
+
+from msrun.errors import ModelError
+from msrun.parallel.advise.simulate import Peaks, simulate
+from msrun.parallel.config_file import read_config
+from msrun.parallel.layout import plan_axes
+from msrun.parallel.losses.batch import read_batch
+from msrun.parallel.notation.mesh_layout import EXPERT_AXIS
+from msrun.parallel.rank_context import BatchWeight, Rank, RankContext
+from msrun.parallel.search.modules.attention import KINDS, AttentionCall
+from msrun.parallel.settings.plan_rules import CONTEXT_AXIS, PlanRule
+from msrun.parallel.sharded_model import Context, entered
+from msrun.parallel.torch_compat import fake_ranks
+
+# DTensor keeps what it works out by mesh, groups included.  Under a name that no mesh of a job has,
+# nothing of ranks that are not there is found by ranks that are, as in a process that forks them.
+_TENSOR_AXIS = "advised_tp"
+
+
+def operators_divided(
+    model: nn.Module, sample: Sequence[Any], recomputed: Sequence[str], ranks: int
+) -> Peaks:
+    """Return what a pass takes on one of `ranks` over which `plan: auto_tp` divides operators.
+
+    Raises:
+        ModelError: The plan finds nothing to divide, or the model needs values.
+    """
+    try:
+        with fake_ranks(ranks):
+            context = _context({_TENSOR_AXIS: ranks}, ["auto_tp"])
+            return simulate(model, sample, recomputed, _Operators(context, ranks))
+    except ModelError as error:
+        raise ModelError(error.message.replace(_TENSOR_AXIS, "tp"), hint=error.hint) from None
+
+
+def tokens_divided(
+    model: nn.Module,
+    sample: Sequence[Any],
+    recomputed: Sequence[str],
+    ranks: int,
+    kind: str = "",
+) -> tuple[Peaks, str, float]:
+    """Return what a pass takes on one of `ranks` that share each sequence.
+
+    Args:
+        model: On the device `meta`.
+        sample: Of a local batch, as of `simulate`.
+        recomputed: Modules that recompute.
+        ranks: That share a sequence.
+        kind: Of `KINDS`; empty is the one that sends less.
+
+    Returns:
+        The bytes, the kind of attention, and the bytes that it sends.
+
+    Raises:
+        ModelError: Sequences do not divide, or the model mixes tokens.
+    """
+    with fake_ranks(ranks):
+        rule = {"match": "*", "style": "context"} | ({"kind": kind} if kind else {})
+        division = _Tokens(_context({CONTEXT_AXIS: ranks}, [rule]), rule, ranks)
+        peaks = simulate(model, sample, recomputed, division)
+    calls = division.attention
+    sent = {
+        one: sum(call.sent(one, ranks) for call in calls)
+        for one in ([kind] if kind else KINDS)
+        if all(call.can(one, ranks) for call in calls)
+    }
+    best = min(sent, key=sent.__getitem__)
+    return peaks, best, sent[best]
+
+
+class _Attentions(TorchFunctionMode):
+    """Notes the calls of attention."""
+
+    def __init__(self, calls: list[AttentionCall]) -> None:
+        super().__init__()
+        self._calls = calls
+
+    def __torch_function__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        """Run `func`."""
+        del types
+        kwargs = kwargs or {}
+        if func is functional.scaled_dot_product_attention:
+            query, key = (*args, *(kwargs.get(name) for name in ("query", "key")))[:2]
+            heads = query.shape[1]
+            causal = kwargs.get("is_causal", args[5:6] == (True,))
+            self._calls.append(
+                AttentionCall(heads, key.shape[1], query.nbytes // heads, bool(causal))
+            )
+        return func(*args, **kwargs)
+
+
+def _context(mesh: dict[str, int], plan: list[Any]) -> RankContext:
+    config = read_config({"mesh": mesh, "plan": plan})
+    ranks = next(iter(mesh.values()))
+    rank = Rank(rank=0, world_size=ranks, device=torch.device("cpu"), batch=BatchWeight())
+    return rank.place(config)
+
+
+class _Operators:
+    """Divides operators by the plan that ships; a `Division`."""
+
+    divides_tokens = False
+
+    def __init__(self, context: RankContext, ranks: int) -> None:
+        self._context, self.ranks = context, ranks
+
+    def apply(self, net: nn.Module) -> tuple[Context, Context]:
+        """Shard the parameters of `net`, and guard what it computes."""
+        from msrun.parallel.tensor import hooks
+        from msrun.parallel.tensor.describe import describe_modules
+        from msrun.parallel.tensor.named_plan import make_rules
+        from msrun.parallel.tensor.plan import plan_modules
+
+        shapes = describe_modules(net)
+        rules, _ = make_rules("auto_tp", net, shapes, _TENSOR_AXIS, self.ranks)
+        plans = plan_modules([rules], self._context.layout, shapes, None)
+        guard = hooks.apply(net, plans, self._context.root_mesh[plan_axes(self._context.layout)])
+        hooks.watch(net, lambda: None)
+        return guard.active_with_loss, guard.active
+
+    def part(self, net: nn.Module, inputs: list[Any]) -> tuple[Sequence[Any], Mapping[str, Any]]:
+        """Return all of the inputs: these ranks have equal batches."""
+        batch = read_batch(net, [*inputs, None], has_loss=True)
+        return batch.inputs, batch.named
+
+
+class _Tokens:
+    """Divides sequences; a `Division`."""
+
+    divides_tokens = True
+
+    def __init__(self, context: RankContext, rule: dict[str, Any], ranks: int) -> None:
+        self._context, self._rule, self.ranks = context, rule, ranks
+        self.attention: list[AttentionCall] = []
+
+    def apply(self, net: nn.Module) -> tuple[Context, Context]:
+        """Have `net` compute on the tokens of one rank."""
+        from msrun.parallel.context.apply import divide
+
+        if self._context.sequence is None:
+            raise ModelError("no axis divides sequences")
+        rule = PlanRule(**self._rule)
+        self._sequences = divide("parallel.plan[0]", rule, self._context.sequence, net)
+        sequences = self._sequences
+        calls = partial(_Attentions, self.attention)
+        # Modules enter the mode themselves where they run again.
+        computing = partial(entered, [sequences.active, sequences.watched, calls])
+        return computing, contextlib.nullcontext
+
+    def part(self, net: nn.Module, inputs: list[Any]) -> tuple[Sequence[Any], Mapping[str, Any]]:
+        """Return the tokens of the first rank."""
+        batch = read_batch(net, [*inputs, None], has_loss=True)
+        part = self._sequences.cut(net, batch)
+        self._sequences.begin(part)
+        return part.inputs, part.named
+
+
+def expert_rules(names: Sequence[str]) -> list[dict[str, str]]:
+    """Return the rules of the plan for modules of experts, by the last part of their names."""
+    lasts = dict.fromkeys(name.rpartition(".")[2] for name in names)
+    patterns = [f"*.{last}" if f"{last}" not in names else last for last in lasts]
+    return [{"match": one, "style": "experts", "axis": EXPERT_AXIS} for one in patterns]

@@ -1,0 +1,44 @@
+"""Calls by which a model counts its tokens: ranges, and first rows of tables."""
+
+from __future__ import annotations
+
+from typing import Any
+
+from torch import Tensor
+
+
+class PositionRows:
+    """Where an index takes the first rows of a table."""
+
+    def __init__(self, item: int, dim: int) -> None:
+        self.item, self.dim = item, dim
+
+
+def first_rows(x: Any, items: tuple[Any, ...], tokens: int, ranks: int) -> PositionRows | None:
+    """Return which of `items` takes as many first rows of a table as the part has tokens."""
+    old = new = 0
+    for at, item in enumerate(items):
+        if item is None:
+            new += 1
+            continue
+        if item is ... or isinstance(item, Tensor):
+            return None
+        if (
+            isinstance(item, slice)
+            and item.start in (None, 0)
+            and item.stop == tokens
+            and item.step in (None, 1)
+            and x.shape[old] >= tokens * ranks
+        ):
+            return PositionRows(at, new)
+        old += 1
+        new += not isinstance(item, int)
+    return None
+
+
+def range_of(args: tuple[Any, ...], kwargs: dict[str, Any]) -> tuple[Any, Any, Any]:
+    """Return start, end and step of `arange`."""
+    if len(args) == 1:
+        return kwargs.get("start", 0), args[0], kwargs.get("step", 1)
+    given = dict(zip(("start", "end", "step"), args, strict=False)) | kwargs
+    return given.get("start", 0), given.get("end"), given.get("step", 1)

@@ -1,0 +1,307 @@
+"""Runs a forward twice, as if it ran once: a rehearsal without its experts, then the real one.
+
+What the rehearsal leaves behind is undone: random numbers, buffers and attributes of the module.
+Modules inside that have parameters or buffers are called once, in the rehearsal: the real run gets
+what they have returned, so their hooks, counters and dropouts are those of one run, and nothing
+large is computed twice.  The rehearsal works on copies of arguments and of what modules return, so
+that it may write into them.
+
+It ends where the forward calls such a module with what experts have returned, which a rehearsal
+does not have: the real run calls that module.  It ends also at a module that was called after all
+experts with what does not depend on them, such as a shared expert: the caller runs it while rows
+travel.  Which modules these are a trial has shown, once, without gradients (`Depending`).  What a
+rehearsal does follows from that and from its arguments alone, so that a recomputation repeats it.
+"""
+
+from __future__ import annotations
+
+import contextlib
+from collections import Counter, defaultdict
+from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
+from contextlib import AbstractContextManager
+from functools import partial
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+
+from msrun.errors import ModelError
+from msrun.parallel import torch_compat
+from msrun.parallel.local import local_part
+from msrun.parallel.losses.batch import map_leaves, tensors_in
+from msrun.parallel.torch_compat import write_count
+
+# What calls of a module have returned, and the random states after each.
+_Returned = list[tuple[Any, list[Tensor]]]
+
+# Of a module, which the runtime changes as it gathers parameters.
+_KEPT = ("_parameters", "_modules")
+
+
+class Learned:
+    """What a trial of a module with experts has shown, for rehearsals.
+
+    Attributes:
+        is_known: Whether there was one, in which an expert was called.
+        after: Modules that get what experts have returned.
+        beside: Modules that are called after all experts, with what does not depend on them.
+        before: Module -> how often it is called before the first expert.
+    """
+
+    def __init__(self) -> None:
+        self.is_known = False
+        self.after: set[nn.Module] = set()
+        self.beside: set[nn.Module] = set()
+        self.before: Counter[nn.Module] = Counter()
+
+
+class Depending:
+    """Follows which tensors depend on some others, by the memory that they are in."""
+
+    def __init__(self) -> None:
+        self._kept: dict[int, Tensor] = {}  # so that no other tensor gets the same memory
+
+    def add(self, tensor: Tensor) -> None:
+        """Follow `tensor`."""
+        if tensor.numel():
+            self._kept[_memory(tensor)] = tensor
+
+    def has(self, value: Any) -> bool:
+        """Return whether some tensor in `value` depends on a followed one."""
+        return any(x.numel() and _memory(x) in self._kept for x in tensors_in(value))
+
+    def active(self) -> AbstractContextManager[object]:
+        """Follow operators inside."""
+        return torch_compat.dispatching(self._follow)
+
+    def _follow(self, func: Any, _: Any, args: Any, kwargs: Mapping[str, Any]) -> Any:
+        output = func(*args, **kwargs)
+        if self._kept and self.has((args, kwargs)):
+            for tensor in tensors_in(output):
+                self.add(tensor)
+        return output
+
+
+def _memory(tensor: Tensor) -> int:
+    return local_part(tensor).untyped_storage().data_ptr()
+
+
+class _RehearsalEnd(BaseException):
+    """Ends a rehearsal."""
+
+
+class Rehearsal:
+    """One call of a module's forward, rehearsed.
+
+    Args:
+        name: Of the module, for messages.
+        module: The module.
+        apart: Modules inside that the caller answers for.
+        learned: Of a trial.
+        device: Of this rank.
+        depending: Makes it a trial, which follows what experts return.
+
+    Attributes:
+        depending: As given; None in a rehearsal.
+    """
+
+    def __init__(  # noqa: PLR0917 - each is of another kind
+        self,
+        name: str,
+        module: nn.Module,
+        apart: Collection[nn.Module],
+        learned: Learned,
+        device: torch.device,
+        depending: Depending | None = None,
+    ) -> None:
+        self._name, self._module, self._learned = name, module, learned
+        self._parts = list(_called(module, apart))
+        self._returned: dict[nn.Module, _Returned] = defaultdict(list)
+        self._random = _Random(device)
+        self._late: list[nn.Module] = []
+        self._calls: Counter[nn.Module] = Counter()
+        self._before: Counter[nn.Module] = Counter()
+        self._has_called = False
+        self._waiting: Callable[[], None] | None = None
+        self.depending = depending
+
+    @contextlib.contextmanager
+    def rehearsing(self) -> Iterator[None]:
+        """Rehearse inside: modules run and what they return is kept; all else is undone after."""
+        before = self._random.states()
+        calls = {part: partial(self._run, part, torch_compat.call_of(part)) for part in self._parts}
+        with contextlib.ExitStack() as stack:
+            stack.enter_context(_restored(self._module))
+            for part in self._parts if self.depending else ():
+                for module in part.modules():
+                    stack.enter_context(_restored(module))
+            stack.enter_context(torch_compat.calls_replaced(calls))
+            stack.enter_context(contextlib.suppress(_RehearsalEnd))
+            if self.depending:
+                stack.enter_context(self.depending.active())
+            yield
+        self._random.set(before)
+
+    def note_expert(self) -> None:
+        """Note that an expert was called."""
+        if not self._has_called:
+            self._before = self._calls.copy()
+        self._has_called = True
+        self._late.clear()
+
+    def shown(self) -> Tensor:
+        """Return what a trial has shown: whether it had experts, and numbers of each module."""
+        after = [part in self._learned.after for part in self._parts]
+        beside = [self._has_called and part in self._late for part in self._parts]
+        before = [self._before[part] for part in self._parts]
+        return torch.tensor([self._has_called, *after, *beside, *before], dtype=torch.int32)
+
+    def learn(self, shown: Sequence[int]) -> None:
+        """Keep what the trials of all ranks have shown, so that all end rehearsals alike."""
+        is_known, *numbers = shown
+        size = len(self._parts)
+        after = {p for p, is_one in zip(self._parts, numbers[:size], strict=True) if is_one}
+        pairs = zip(self._parts, numbers[size : 2 * size], strict=True)
+        self._learned.after = after
+        self._learned.beside = {p for p, is_one in pairs if is_one and p not in after}
+        self._learned.before = Counter(dict(zip(self._parts, numbers[2 * size :], strict=True)))
+        self._learned.is_known = bool(is_known)
+
+    def run_beside(self) -> None:
+        """Run the module at which the rehearsal ended, if it does not depend on the experts."""
+        if self._waiting is not None:
+            self._waiting()
+
+    @contextlib.contextmanager
+    def repeating(self) -> Iterator[None]:
+        """Run inside with what modules returned in the rehearsal."""
+        calls = {
+            part: partial(self._again, part, torch_compat.call_of(part)) for part in self._parts
+        }
+        with torch_compat.calls_replaced(calls):
+            yield
+        if any(self._returned.values()):
+            raise self.differs()
+
+    def differs(self) -> ModelError:
+        """Return the error of a forward that does something else when it runs again."""
+        return ModelError(
+            f"{self._name}: its forward ran twice, since its experts are a list of which ranks "
+            "have parts, and called its modules otherwise the second time",
+            hint="a forward around a list of experts may depend on its arguments, on its modules "
+            "and on random numbers of torch alone",
+        )
+
+    def _run(self, part: nn.Module, call: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
+        if self.depending is not None and self.depending.has((args, kwargs)):
+            self._learned.after.add(part)
+            raise _RehearsalEnd
+        is_ended = self._is_behind_experts(part)
+        if is_ended and part in self._learned.after:
+            raise _RehearsalEnd
+        if is_ended and part in self._learned.beside:
+            self._waiting = partial(self._call, part, call, args, kwargs)
+            raise _RehearsalEnd
+        output = self._call(part, call, args, kwargs)
+        self._late.append(part)
+        return map_leaves(torch.clone, output)
+
+    def _is_behind_experts(self, part: nn.Module) -> bool:
+        """Count a call of `part`; return whether the forward calls experts before it.
+
+        Where no token of this rank has an expert, it calls none, and other ranks do: a gather of
+        the parameters of `part` has to come after the exchange here, too.
+        """
+        self._calls[part] += 1
+        if self.depending is not None:
+            return False
+        learned = self._learned
+        is_late = learned.is_known and self._calls[part] > learned.before[part]
+        return self._has_called or is_late
+
+    def _call(
+        self, part: nn.Module, call: Callable[..., Any], args: Any, kwargs: Mapping[str, Any]
+    ) -> Any:
+        output = call(*args, **kwargs)
+        self._returned[part].append((output, self._random.states()))
+        return output
+
+    def _again(self, part: nn.Module, call: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
+        if self._returned[part]:
+            output, random = self._returned[part].pop(0)
+            self._random.set(random)
+            return output
+        return call(*args, **kwargs)
+
+
+def copied(args: Any) -> Any:
+    """Return arguments for a rehearsal."""
+    return map_leaves(torch.clone, args)
+
+
+def _called(module: nn.Module, apart: Collection[nn.Module]) -> Iterator[nn.Module]:
+    """Yield the outermost modules inside that can be called and keep something."""
+    for child in module.children():
+        if child in apart or not any(True for _ in (*child.parameters(), *child.buffers())):
+            continue
+        if type(child).forward is nn.Module.forward:
+            yield from _called(child, apart)
+        else:
+            yield child
+
+
+class _Random:
+    """The random states of the host and of a device."""
+
+    def __init__(self, device: torch.device) -> None:
+        self._device = device
+
+    def states(self) -> list[Tensor]:
+        """Return both, or that of the host alone."""
+        states = [torch.get_rng_state()]
+        if self._device.type != "cpu":
+            module: Any = torch.get_device_module(self._device)
+            states.append(module.get_rng_state(self._device))
+        return states
+
+    def set(self, states: list[Tensor]) -> None:
+        """Set them, where they have changed."""
+        now = self.states()
+        if not torch.equal(now[0], states[0]):
+            torch.set_rng_state(states[0])
+        if len(now) > 1 and not torch.equal(now[1], states[1]):
+            module: Any = torch.get_device_module(self._device)
+            module.set_rng_state(states[1], self._device)
+
+
+@contextlib.contextmanager
+def _restored(module: nn.Module) -> Iterator[None]:
+    """Undo after it what changes attributes and buffers of `module` itself inside."""
+    attributes = vars(module)
+    before = dict(attributes)
+    inner = {
+        key: value.copy()
+        for key, value in before.items()
+        if type(value) in (dict, list, set) and key not in _KEPT
+    }
+    buffers = [
+        (buffer, buffer.detach().clone(), write_count(buffer))
+        for buffer in module.buffers(recurse=False)
+    ]
+    yield
+    attributes.clear()
+    attributes.update(before)
+    for key, value in inner.items():
+        _refill(before[key], value)
+    for buffer, values, number in buffers:
+        if write_count(buffer) != number:
+            with torch.no_grad():
+                buffer.copy_(values)
+
+
+def _refill(value: Any, content: Any) -> None:
+    value.clear()
+    if isinstance(value, list):
+        value.extend(content)
+    else:
+        value.update(content)

@@ -1,0 +1,123 @@
+"""Gradients that a model or a loss takes by itself, such as for a penalty on them.
+
+`torch.autograd.grad` of a sum over samples, by values of each sample, gives each sample its own
+gradient: in a part of the batch that of the whole batch.  Others have no counterpart in the whole:
+
+- that of a mean over samples: the mean divides by the samples of the part,
+- that by weights, or by a value that all samples share: it adds up the samples of the part.
+
+So of a tensor it is known whether it has a row for each row of the batch: it is of the batch, or
+was computed from such a tensor, is as long and reduces no rows.  What is not known to be over
+samples is left alone: a script may take the gradient of one sample by weights, as meta-learning
+does.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping, Sequence
+from typing import Any
+
+import torch
+from torch import Tensor
+from torch.nn import Parameter
+
+from msrun.parallel.losses.mixing import COLUMN_FUNCTIONS, columns
+from msrun.parallel.losses.terms import NO_LIMIT, Term
+
+# Attribute of tensors with a row for each row of the batch: the number of the watch.
+_HAS_ROWS = "msrun_has_rows"
+_SHARED = "return (sum, count) of the terms of the loss; or leave the term out of the loss"
+_MEAN = "take the gradient of a sum over samples: torch.autograd.grad(output.sum(), x, ...)"
+
+
+def is_gradient(func: Callable[..., Any]) -> bool:
+    """Return whether a function computes gradients."""
+    return func is torch.autograd.grad
+
+
+class BatchRows:
+    """Which tensors have a row for each row of the batch, and which terms are over rows.
+
+    Args:
+        number: Of the watch.
+        batch: Tensors of this part of the batch.
+    """
+
+    def __init__(self, number: int, batch: Sequence[Tensor]) -> None:
+        self._number = number
+        self._terms: set[int] = set()
+        for tensor in batch:
+            self._mark(tensor)
+
+    def follow(
+        self, name: str, args: Sequence[Any], kwargs: Mapping[str, Any], result: Any
+    ) -> None:
+        """Note which results of a function have rows."""
+        # Every function of a model that returns its loss passes here: this is hot.
+        for given in args:
+            if getattr(given, _HAS_ROWS, None) == self._number:
+                break
+        else:
+            return
+        rows = given.shape[0]
+        if name in COLUMN_FUNCTIONS and columns(name, args, kwargs, rows):
+            return
+        for tensor in result if isinstance(result, tuple | list) else (result,):
+            if isinstance(tensor, Tensor) and tensor.shape[:1] == (rows,):
+                setattr(tensor, _HAS_ROWS, self._number)
+
+    def note_terms(self, args: Sequence[Any], sources: frozenset[int], terms: range) -> None:
+        """Note new `terms`, which a function of `args` left; `sources` are those of `args`."""
+        if any(map(self.has, args)) or sources & self._terms:
+            self._terms.update(terms)
+
+    def has(self, value: Any) -> bool:
+        """Return whether `value` is a tensor with rows."""
+        return getattr(value, _HAS_ROWS, None) == self._number
+
+    def _mark(self, tensor: Tensor) -> None:
+        if tensor.dim() and not isinstance(tensor, Parameter):
+            setattr(tensor, _HAS_ROWS, self._number)
+
+    def gradients(
+        self,
+        values: Sequence[tuple[Tensor, Term | None]],
+        inputs: Sequence[Tensor],
+        slopes: Sequence[Tensor | None],
+        sources: frozenset[int],
+    ) -> list[Term | None]:
+        """Return the term of each gradient that the whole batch has another of; None for others.
+
+        Args:
+            values: What is differentiated, each with its own term.
+            inputs: By what.
+            slopes: The gradients.
+            sources: Terms that values and inputs were computed from.
+        """
+        is_sum = all(value.dim() or (term and is_pure_sum(term)) for value, term in values)
+        is_of_rows = bool(sources & self._terms) or any(self.has(value) for value, _ in values)
+        found: list[Term | None] = []
+        for x, slope in zip(inputs, slopes, strict=True):
+            term = None
+            if slope is not None and self.has(x) and is_sum:
+                self._mark(slope)
+            elif slope is not None and is_of_rows:
+                by = "the samples" if self.has(x) else "what all samples share"
+                term = Term(
+                    name=f"a gradient by {by}",
+                    total=slope,
+                    is_opaque=True,
+                    hint=_MEAN if self.has(x) else _SHARED,
+                )
+            found.append(term)
+        return found
+
+
+def is_sign(name: str) -> bool:
+    """Return whether a function gives the same for the gradient of a mean and of a sum."""
+    return name in ("sign", "sgn")
+
+
+def is_pure_sum(term: Term) -> bool:
+    """Return whether a term is a sum that nothing scales or limits."""
+    return term.is_sum and not term.is_scaled and term.limit == NO_LIMIT

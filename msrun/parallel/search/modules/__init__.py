@@ -1,0 +1,1 @@
+"""Techniques that divide whole modules, beside the plans of single operators."""
