@@ -10,11 +10,18 @@ from dataclasses import dataclass
 from typing import Any, NamedTuple
 
 import fuzz_blocks
+import fuzz_habits
 import fuzz_layers
 import fuzz_quirks
+import torch
 from torch import Tensor, nn
 
-BLOCKS: dict[str, type[nn.Module]] = fuzz_quirks.BLOCKS | fuzz_blocks.BLOCKS | fuzz_layers.BLOCKS
+BLOCKS: dict[str, type[nn.Module]] = {
+    **fuzz_quirks.BLOCKS,
+    **fuzz_blocks.BLOCKS,
+    **fuzz_layers.BLOCKS,
+    **fuzz_habits.BLOCKS,
+}
 
 
 class Fuzzed(nn.Module):
@@ -59,6 +66,45 @@ class FuzzedWithLoss(Fuzzed):
         return {"loss": loss, "logits": output}
 
 
+class _FuzzedWithTuple(FuzzedWithLoss):
+    def forward(self, x: Tensor, labels: Tensor) -> Any:  # type: ignore[override]
+        """Return a tuple of loss and logits."""
+        found = super().forward(x, labels)
+        return found["loss"], found["logits"]
+
+
+class _FuzzedPenalized(FuzzedWithLoss):
+    total = staticmethod(lambda found: found["logits"].square().sum())
+
+    def forward(self, x: Tensor, labels: Tensor) -> Any:  # type: ignore[override]
+        """Return a loss with a penalty on the gradient of each sample by its inputs."""
+        with torch.enable_grad():
+            x = x.detach().clone().requires_grad_()
+            found = super().forward(x, labels)
+            by = self.differentiated(x)
+            (slopes,) = torch.autograd.grad(self.total(found), by, create_graph=self.training)
+        return {**found, "loss": found["loss"] + 0.1 * slopes.square().mean()}
+
+    def differentiated(self, x: Tensor) -> Tensor:
+        """Return by what the penalized gradient is taken."""
+        return x
+
+
+class _FuzzedPenalizedLogits(_FuzzedPenalized):
+    total = staticmethod(lambda found: found["logits"].sum())
+
+
+class _FuzzedPenalizedLoss(_FuzzedPenalized):
+    total = staticmethod(lambda found: found["loss"])
+
+
+class _FuzzedPenalizedWeight(_FuzzedPenalizedLoss):
+    def differentiated(self, x: Tensor) -> Tensor:
+        """Return a weight."""
+        del x
+        return self.head.weight
+
+
 class _FuzzedNested(Fuzzed):
     def forward(self, batch: dict[str, Any]) -> Any:  # type: ignore[override]
         """Return logits."""
@@ -92,6 +138,38 @@ class _FuzzedPlain(Fuzzed):
         """Return logits."""
         x = x if mask is None else x * mask
         return super().forward(x * scale if form == "scaled" else x)
+
+
+class _FuzzedTokens(Fuzzed):
+    def __init__(self, blocks: Sequence[str]) -> None:
+        super().__init__(blocks)
+        self.table = nn.Embedding(4, fuzz_quirks.WIDTH)
+
+    def forward(self, tokens: Tensor) -> Any:
+        """Return logits of the mean of embeddings of whole numbers."""
+        return super().forward(self.table(tokens).mean(1))
+
+
+class _FuzzedBoolean(Fuzzed):
+    def forward(self, x: Tensor, mask: Tensor, place: int, name: str | None = None) -> Any:  # type: ignore[override]
+        """Return logits of what a mask leaves."""
+        del name
+        return super().forward(x.masked_fill(mask, 0.1 * place))
+
+
+@dataclass
+class Inputs:
+    """Inputs in a data class."""
+
+    x: Tensor
+    scale: float = 0.5
+    other: Tensor | None = None
+
+
+class _FuzzedInputs(Fuzzed):
+    def forward(self, batch: Inputs) -> Any:  # type: ignore[override]
+        """Return logits."""
+        return super().forward(batch.x * batch.scale)
 
 
 class _FuzzedMapping(Fuzzed):
@@ -141,11 +219,18 @@ class Form:
         kind: The model.
         inputs: Returns the arguments of `rt.step` between loss function and target.
         logits: Returns the logits in an output.
+        loss: Returns the loss in an output of a model that returns it.
     """
 
     kind: type[Fuzzed] = Fuzzed
     inputs: Callable[[Tensor], tuple[Any, ...]] = lambda x: (x,)
     logits: Callable[[Any], Tensor] = lambda output: output
+    loss: Callable[[Any], Any] = lambda output: output["loss"]
+
+    @property
+    def has_loss(self) -> bool:
+        """Whether the model returns its loss."""
+        return issubclass(self.kind, FuzzedWithLoss)
 
     def call(self, model: nn.Module, x: Tensor) -> Any:
         """Return the output of the model for inputs `x`."""
@@ -164,6 +249,20 @@ FORMS: dict[str, Form] = {
     "by position": Form(),
     "by name": Form(inputs=lambda x: ({"x": x},)),
     "own loss": Form(FuzzedWithLoss, logits=lambda output: output["logits"]),
+    "own loss in a tuple": Form(
+        _FuzzedWithTuple, logits=lambda output: output[1], loss=lambda output: output[0]
+    ),
+    "gradient penalty": Form(_FuzzedPenalized, logits=lambda output: output["logits"]),
+    "gradient penalty of logits": Form(
+        _FuzzedPenalizedLogits, logits=lambda output: output["logits"]
+    ),
+    "gradient penalty of loss": Form(_FuzzedPenalizedLoss, logits=lambda output: output["logits"]),
+    "gradient penalty by weights": Form(
+        _FuzzedPenalizedWeight, logits=lambda output: output["logits"]
+    ),
+    "tokens": Form(_FuzzedTokens, lambda x: ((x > 0).long() + (x > 1).long(),)),
+    "mask and numbers": Form(_FuzzedBoolean, lambda x: (x, x < -1, 2, "name")),
+    "data class input": Form(_FuzzedInputs, lambda x: (Inputs(x),)),
     "nested": Form(_FuzzedNested, lambda x: ({"inputs": {"x": x}, "scale": 0.5},)),
     "named tuple": Form(_FuzzedPair, lambda x: (Pair(x, x.flip(1)),)),
     "list": Form(_FuzzedList, lambda x: ([x, x.flip(1)], x)),

@@ -3,7 +3,8 @@
 Usage: python scripts/fuzz_models.py [--seed N] [--draws N] [--keep FILE]
        python scripts/fuzz_models.py --case "CONFIGURATION: QUIRK, QUIRK, ..." [--case ...]
 
-Each seed is one draw.  It comes to `equal`, `refused` (one sentence, on all ranks), `wrong`,
+Each seed is one draw.  It comes to `equal`, `refused` (one sentence, on all ranks), `warned` (what
+data-parallel ranks alone may do is other than one process, and a sentence says so), `wrong`,
 `traceback` or `hung`; the last three fail, and the draw is made smaller: quirk by quirk is left out
 while it still fails so.  What is left is printed as a case, which `--case` runs again, whatever
 later versions of this file draw.  tests/torch/models/fuzz_cases.txt has those that once failed.
@@ -20,19 +21,16 @@ import sys
 import traceback
 import warnings
 from collections import Counter
+from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
 import torch
 import torch.distributed as dist
 from fuzz_forms import BLOCKS, FORMS
+from fuzz_loops import LIBRARY_LOOPS, LOOPS
 from fuzz_ranks import FuzzRanks
-from fuzz_scripts import (
-    AFTER,
-    BEFORE,
-    LOOPS,
-    LOSSES,
-)
+from fuzz_scripts import AFTER, BEFORE, LOSSES
 from fuzz_training import (
     Case,
     Learned,
@@ -103,8 +101,12 @@ CONFIGS: dict[str, tuple[int, dict[str, Any]]] = {
 }
 # Blocks that draw numbers: parts of a batch and stages have their own, as with another seed.
 _DRAWING = ("python number", "drawn number")
+# Blocks that draw numbers for each sample: each rank has its own.
+_DRAWING_SAMPLES = ("noise", "stochastic depth")
 # Losses whose mean over ranks a plain loop has.
 _PLAIN_LOSSES = ("mean", "negative log", "column means", "smooth l1", "each sample")
+# Models whose loss has a gradient of its mean: a plain loop has those of the ranks' means.
+_OF_OWN_MEAN = ("gradient penalty of loss", "gradient penalty by weights")
 
 
 def read_case(text: str) -> Case:
@@ -114,8 +116,8 @@ def read_case(text: str) -> Case:
     return Case(config, tuple(text.removeprefix(f"{config}: ").split(", ")))
 
 
-def draw(seed: int) -> Case:
-    """Return the case of a seed."""
+def draw(seed: int, *, of_libraries: bool = False) -> Case:
+    """Return the case of a seed, with a way to train of other libraries on demand."""
     numbers = random.Random(seed)  # noqa: S311 - no secret
     config = numbers.choice(list(CONFIGS))
     quirks = numbers.choices(list(BLOCKS), k=numbers.randint(1, _BLOCKS_MAX))
@@ -126,6 +128,9 @@ def draw(seed: int) -> Case:
     for table in (LOOPS, FORMS):
         first = next(iter(table))
         quirks.append(numbers.choice(list(table)) if numbers.random() < 0.5 else first)  # noqa: PLR2004
+    if of_libraries:
+        quirks.append(numbers.choice(list(LIBRARY_LOOPS)))
+        quirks = [quirk for quirk in quirks if quirk not in LOOPS]
     return Case(config, tuple(quirks))
 
 
@@ -142,12 +147,19 @@ def _config(case: Case) -> dict[str, Any]:
     return config | exact
 
 
+def _data_ranks(config: Mapping[str, Any]) -> int:
+    """Return how many ranks have samples of their own; ranks without a mesh all have."""
+    mesh = config.get("mesh", {"dp": dist.get_world_size()})
+    return 1 if mesh == "auto" else int(mesh.get("dp", 1))
+
+
 def _no_case(case: Case) -> str:
     """Return why a case has no one answer; empty if it has."""
     is_split = "accumulate" in CONFIGS[case.config][1] or "mode" in CONFIGS[case.config][1]
     if case.has("dropout") and (is_split or case.loop.parts > 1):
         return "these have masks of their own, as with another seed"
-    if case.loop.is_plain and (not case.has(*_PLAIN_LOSSES) or "auto" in case.config):
+    is_mean = case.has(*_PLAIN_LOSSES) and not case.has(*_OF_OWN_MEAN)
+    if case.loop.is_plain and (not is_mean or "auto" in case.config):
         return "a plain loop has the mean of the losses of ranks"
     return ""
 
@@ -156,19 +168,16 @@ def attempt(case: Case) -> str:
     """Return what this rank says of a case; called in each rank of a process group."""
     if problem := _no_case(case):
         return f"invalid: {problem}"
-    with warnings.catch_warnings():
-        warnings.simplefilter("ignore")
+    with warnings.catch_warnings(record=True) as caught:
+        warnings.simplefilter("always")
         try:
             expected = alone(case)
         except Exception as error:  # noqa: BLE001 - then the draw itself makes no sense
             return f"invalid: {type(error).__name__}: {error}"
+        if not expected.is_finite:
+            return "invalid: one process diverges"
         try:
-            found = sharded(case, _config(case))
-            config = CONFIGS[case.config][1]
-            has_parts = case.loop.parts > 1 or {"accumulate", "pipeline", "mode"} & set(config)
-            if case.has(*_DRAWING) and has_parts:
-                return "ran: numbers are drawn by each part"
-            return _compare(case, found, expected) if dist.get_rank() == 0 else "equal"
+            return _judge(case, sharded(case, _config(case)), expected, caught)
         except UsageError as error:
             return f"refused: {error.message}"
         except BaseException as error:  # noqa: BLE001 - it is the answer
@@ -178,6 +187,19 @@ def attempt(case: Case) -> str:
             return f"traceback: {type(error).__name__}: {text} ({where})"
         finally:
             msrun.init().close()
+
+
+def _judge(
+    case: Case, found: Learned, expected: Learned, caught: list[warnings.WarningMessage]
+) -> str:
+    """Return what a case that was trained comes to, with what was warned of."""
+    config = CONFIGS[case.config][1]
+    has_parts = case.loop.parts > 1 or {"accumulate", "pipeline", "mode"} & set(config)
+    of_samples = case.has(*_DRAWING_SAMPLES) and (has_parts or _data_ranks(config) > 1)
+    if of_samples or (case.has(*_DRAWING) and has_parts):
+        return "ran: numbers are drawn by each part"
+    answer = _compare(case, found, expected) if dist.get_rank() == 0 else "equal"
+    return f"warned: {answer}" if answer.startswith("wrong") and _is_said(caught) else answer
 
 
 def _compare(case: Case, found: Learned, expected: Learned) -> str:
@@ -207,6 +229,13 @@ def _compare(case: Case, found: Learned, expected: Learned) -> str:
     return f"wrong: {missing[0]} is missing" if missing else "equal"
 
 
+def _is_said(caught: list[warnings.WarningMessage]) -> bool:
+    """Return whether msrun said that a part of the batch may not have the loss of the whole."""
+    return any(
+        "which is another number for the whole batch" in str(item.message) for item in caught
+    )
+
+
 # What all ranks say, and the command.
 
 
@@ -224,7 +253,8 @@ def worst(answers: list[str]) -> str:
             return found[0]
     if refused and len(refused) < len(answers):
         return f"traceback: on some ranks alone: {refused[0]}"
-    return refused[0] if refused else "equal"
+    warned = [answer for answer in answers if answer.startswith("warned")]
+    return [*refused, *warned, "equal"][0]
 
 
 def make_ranks() -> FuzzRanks:
@@ -265,6 +295,9 @@ def main() -> int:
     parser.add_argument("--draws", type=int, default=1)
     parser.add_argument("--case", action="append", help="a case as it was printed; several may be")
     parser.add_argument("--only", default="", help="configurations that begin so")
+    parser.add_argument(
+        "--libraries", action="store_true", help="loops of accelerate, diffusers, transformers"
+    )
     given = parser.parse_args()
     torch.set_num_threads(1)  # threads do not survive a fork
     ranks = make_ranks()
@@ -272,7 +305,9 @@ def main() -> int:
     seeds = range(given.seed, given.seed + given.draws)
     cases = [(None, read_case(text)) for text in given.case or []]
     try:
-        for seed, case in cases or ((seed, draw(seed)) for seed in seeds):
+        for seed, case in cases or (
+            (seed, draw(seed, of_libraries=given.libraries)) for seed in seeds
+        ):
             if not case.config.startswith(given.only):
                 kinds["left out"] += 1
                 continue

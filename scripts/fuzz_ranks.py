@@ -47,7 +47,7 @@ class FuzzRanks:
         answers = _collect(self._pipes[size], limit)
         found = self._worst(answers)
         if len({answer.partition(":")[0] for answer in answers}) > 1 or not found.startswith(
-            ("equal", "ran", "invalid", "refused")
+            ("equal", "ran", "invalid", "refused", "warned")
         ):
             self.end(size)
         return found
@@ -128,6 +128,6 @@ def _collect(pipes: list[Any], limit: float) -> list[str]:
                 answers[rank] = pipes[rank].recv()
             except (EOFError, OSError):
                 answers[rank] = "traceback: the process died"
-            if not answers[rank].startswith(("equal", "ran", "invalid")):
+            if not answers[rank].startswith(("equal", "ran", "invalid", "warned")):
                 deadline = min(deadline, time.monotonic() + 10)
     return [answers.get(rank, "hung") for rank in range(len(pipes))]

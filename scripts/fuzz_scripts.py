@@ -1,6 +1,6 @@
 """What people write into training scripts: the parts that scripts/fuzz_models.py draws.
 
-A quirk is something done to the model or its parameters, a loss, or a way to train.
+A quirk is something done to the model or its parameters, or a loss; `fuzz_loops` has ways to train.
 """
 
 # mypy cannot follow scripts that import each other.
@@ -8,15 +8,14 @@ A quirk is something done to the model or its parameters, a loss, or a way to tr
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
-from dataclasses import dataclass
+import copy
+from collections.abc import Callable
 from typing import Any
 
 import torch
-from fuzz_quirks import CLASSES, SAMPLES
+from fuzz_quirks import CLASSES
 from torch import Tensor, nn
 from torch.nn import functional
-from torch.optim import lr_scheduler
 
 # What a script does to a model before `rt.shard`, or to its parameters after it.
 
@@ -74,6 +73,37 @@ def _channels_last(model: nn.Module) -> None:
     to(memory_format=torch.channels_last)
 
 
+def _keyword_hook(module: nn.Module, args: Any, kwargs: Any) -> Any:
+    del module
+    return tuple(value * 0.5 for value in args), {**kwargs}
+
+
+def _alias(model: nn.Module) -> None:
+    """Let a parameter and a module have a second name."""
+    model.register_parameter("again", _head(model))
+    model.add_module("first_again", _first(model))
+
+
+def _scale_gradients(module: nn.Module, gradients: Any) -> Any:
+    del module
+    return tuple(None if gradient is None else gradient * 0.5 for gradient in gradients)
+
+
+def _old_norms(model: nn.Module) -> None:
+    """Normalise weights by torch's older functions, which have hooks."""
+    torch.nn.utils.weight_norm(model.get_submodule("head"))
+    if type(up := getattr(_first(model), "up", None)) is nn.Linear:
+        torch.nn.utils.spectral_norm(up)
+
+
+def _to_buffers(model: nn.Module) -> None:
+    """Replace a parameter by a buffer, as for fixed weights."""
+    head: Any = model.get_submodule("head")
+    bias = head.bias.detach().clone()
+    del head.bias
+    head.register_buffer("bias", bias)
+
+
 BEFORE: dict[str, Callable[[nn.Module], Any]] = {
     "forward hook": lambda model: _first(model).register_forward_hook(_halve),
     "forward pre-hook": lambda model: _first(model).register_forward_pre_hook(
@@ -92,6 +122,19 @@ BEFORE: dict[str, Callable[[nn.Module], Any]] = {
     "tied blocks": _tie,
     "frozen block": lambda model: _first(model).requires_grad_(requires_grad=False),
     "channels last": _channels_last,
+    "keyword pre-hook": lambda model: _first(model).register_forward_pre_hook(
+        _keyword_hook, with_kwargs=True
+    ),
+    "backward pre-hook": lambda model: _first(model).register_full_backward_pre_hook(
+        _scale_gradients
+    ),
+    "hook that always runs": lambda model: _first(model).register_forward_hook(
+        lambda *args: args[-1] * 0.5, always_call=True
+    ),
+    "second names": _alias,
+    "norms with hooks": _old_norms,
+    "buffer for a bias": _to_buffers,
+    "copied block": lambda model: setattr(model.blocks, "0", copy.deepcopy(_first(model))),
     "compiled block": lambda model: _first(model).compile(backend="eager"),
 }
 
@@ -113,10 +156,41 @@ def _forward_hook_later(model: nn.Module) -> None:
         model.get_submodule("head").register_forward_hook(_halve)
 
 
+@torch.no_grad()
+def _halve_later(model: nn.Module) -> None:
+    for param in model.parameters():
+        param.mul_(0.5)
+
+
+def _freeze_later(model: nn.Module) -> None:
+    param = dict(model.named_parameters()).get("head.bias")
+    if param is not None:
+        _freeze(param)
+
+
+def _mark_later(model: nn.Module) -> None:
+    _mark(model)
+
+
+def _retain_later(model: nn.Module) -> None:
+    """Let outputs keep their gradients, as scripts that look at activations do."""
+
+    def hook(*args: Any) -> None:
+        if isinstance(args[-1], Tensor) and args[-1].requires_grad:
+            args[-1].retain_grad()
+
+    for module in model.children():
+        module.register_forward_hook(hook)
+
+
 AFTER: dict[str, Callable[[nn.Module], Any]] = {
     "gradient hook later": _hook_later,
     "hook after accumulation later": _step_hook_later,
     "forward hook later": _forward_hook_later,
+    "halved later": _halve_later,
+    "frozen later": _freeze_later,
+    "attributes later": _mark_later,
+    "retained gradients": _retain_later,
 }
 
 
@@ -229,6 +303,55 @@ def _each(output: Tensor, target: Tensor) -> Tensor:
     return torch.stack([losses[index] for index in range(len(losses))]).mean()
 
 
+def _of_class_means(output: Tensor, target: Tensor) -> Tensor:
+    losses = functional.cross_entropy(output, target.clamp(min=0), reduction="none")
+    sums = torch.zeros(CLASSES, dtype=losses.dtype).index_add(0, target.clamp(min=0), losses)
+    return sums.mean()
+
+
+def _margin(output: Tensor, target: Tensor) -> Tensor:
+    return functional.multi_margin_loss(output, target.clamp(min=0))
+
+
+def _focal(output: Tensor, target: Tensor) -> Tensor:
+    losses = functional.cross_entropy(output, target, reduction="none")
+    return ((1 - (-losses).exp()).square() * losses).mean()
+
+
+def _balanced(output: Tensor, target: Tensor) -> Tensor:
+    """Weigh a second loss so that it is as large as the first."""
+    first = functional.cross_entropy(output, target.clamp(min=0))
+    second = output.square().mean()
+    return first + second * (first.detach() / second.detach())
+
+
+def _annealed(output: Tensor, target: Tensor) -> Tensor:
+    """Weigh a loss by its own value, without the gradient of that."""
+    loss = functional.cross_entropy(output, target.clamp(min=0))
+    return loss * loss.item()
+
+
+def _straight_through(output: Tensor, target: Tensor) -> Tensor:
+    """Add what commits outputs to rounded values."""
+    rounded = output + (output.round() - output).detach()
+    commitment = functional.mse_loss(output, output.round().detach())
+    return functional.cross_entropy(rounded, target.clamp(min=0)) + 0.25 * commitment
+
+
+def _adversarial(output: Tensor, target: Tensor) -> Tensor:
+    """Return the loss of logits that moved along the sign of the gradient of their loss."""
+    leaf = output.detach().requires_grad_()
+    with torch.enable_grad():
+        (slope,) = torch.autograd.grad(functional.cross_entropy(leaf, target.clamp(min=0)), leaf)
+    return functional.cross_entropy(output + 0.1 * slope.sign(), target.clamp(min=0))
+
+
+def _top(output: Tensor, target: Tensor) -> Tensor:
+    """Return the mean of the hardest samples."""
+    losses = functional.cross_entropy(output, target.clamp(min=0), reduction="none")
+    return losses.topk(max(1, len(losses) // 2)).values.mean()
+
+
 LOSSES: dict[str, Callable[[Any, Any], Any]] = {
     "mean": lambda o, t: functional.cross_entropy(o, t.clamp(min=0)),
     "ignored targets": functional.cross_entropy,
@@ -256,94 +379,17 @@ LOSSES: dict[str, Callable[[Any, Any], Any]] = {
     "negative log": _negative_log,
     "sum by samples": _sum_by_samples,
     "each sample": _each,
+    "class means": _of_class_means,
+    "margin": _margin,
+    "focal": _focal,
+    "hardest": _top,
+    "balanced losses": _balanced,
+    "by its value": _annealed,
+    "commitment": _straight_through,
+    "adversarial": _adversarial,
+    "mapping loss": lambda o, t: {"loss": functional.cross_entropy(o, t.clamp(min=0))},
     "smooth l1": lambda o, t: functional.smooth_l1_loss(o[:, 0], t.to(o.dtype)),
     "soft targets": lambda o, t: functional.kl_div(
         o.log_softmax(-1), _soft(t), reduction="batchmean"
     ),
-}
-
-
-# Ways to train: the optimizer, what is done between steps, and the batches.
-
-
-def _sgd(groups: list[dict[str, Any]]) -> torch.optim.Optimizer:
-    return torch.optim.SGD(groups, lr=0.1, momentum=0.9)
-
-
-def _adamw(groups: list[dict[str, Any]]) -> torch.optim.Optimizer:
-    return torch.optim.AdamW(groups, lr=0.01, eps=1e-4, weight_decay=0.1)
-
-
-def _tensor_rates(groups: list[dict[str, Any]]) -> torch.optim.Optimizer:
-    for group in groups:
-        group["lr"] = torch.tensor(group["lr"], dtype=torch.float64)
-    return torch.optim.SGD(groups, lr=torch.tensor(0.1, dtype=torch.float64), foreach=False)
-
-
-def _lbfgs(groups: list[dict[str, Any]]) -> torch.optim.Optimizer:
-    return torch.optim.LBFGS([param for group in groups for param in group["params"]])
-
-
-def _change_rates(optimizer: torch.optim.Optimizer, step: int) -> None:
-    for group in optimizer.param_groups:
-        group["lr"] = 0.1 / (1 + step)
-    optimizer.param_groups[-1]["weight_decay"] = 0.01 * step
-
-
-def _per_group(optimizer: torch.optim.Optimizer) -> lr_scheduler.LRScheduler:
-    rates: list[Callable[[int], float]] = [
-        lambda step, i=i: 1 / (1 + step + i) for i in range(len(optimizer.param_groups))
-    ]
-    return lr_scheduler.LambdaLR(optimizer, rates)
-
-
-@dataclass(frozen=True, slots=True, kw_only=True)
-class Loop:
-    """A way to train.
-
-    Args:
-        make: Returns the optimizer of groups.
-        schedule: Returns a scheduler, made before `rt.optimizer`.
-        before: Called before each step.
-        max_norm: Of gradients.
-        samples: Samples of each batch, of all ranks.
-        evaluates: Whether the model is evaluated after each step.
-        averages: Whether an average of weights is kept.
-        restores: Whether the first step is saved, and loaded into other values.
-        is_plain: Whether the script runs backward and the optimizer by itself.
-        parts: Micro-batches of such a loop.
-    """
-
-    make: Callable[[list[dict[str, Any]]], torch.optim.Optimizer] = _sgd
-    schedule: Callable[[torch.optim.Optimizer], lr_scheduler.LRScheduler] | None = None
-    before: Callable[[torch.optim.Optimizer, int], None] = lambda *_: None
-    max_norm: float | None = None
-    samples: Sequence[int] = (SAMPLES, SAMPLES, SAMPLES)
-    evaluates: bool = False
-    averages: bool = False
-    restores: bool = False
-    is_plain: bool = False
-    parts: int = 1
-
-
-LOOPS = {
-    "sgd": Loop(),
-    "adamw": Loop(make=_adamw),
-    "tensor rates": Loop(make=_tensor_rates),
-    "lbfgs": Loop(make=_lbfgs),
-    "changed rates": Loop(before=_change_rates),
-    "scheduler": Loop(schedule=lambda o: lr_scheduler.LambdaLR(o, lambda step: 1 / (1 + step))),
-    "scheduler of groups": Loop(schedule=_per_group),
-    "one cycle": Loop(schedule=lambda o: lr_scheduler.OneCycleLR(o, max_lr=0.2, total_steps=9)),
-    "clipped": Loop(max_norm=0.05),
-    "clipped adamw": Loop(make=_adamw, max_norm=0.01),
-    "evaluated": Loop(evaluates=True),
-    "averaged": Loop(averages=True),
-    "restored": Loop(restores=True),
-    "restored adamw": Loop(make=_adamw, restores=True, evaluates=True),
-    "smaller batch": Loop(samples=(SAMPLES, SAMPLES // 2, SAMPLES)),
-    "larger batch": Loop(samples=(SAMPLES, 2 * SAMPLES, SAMPLES), evaluates=True),
-    "plain loop": Loop(is_plain=True),
-    "clipped plain loop": Loop(is_plain=True, max_norm=0.05),
-    "plain loop of parts": Loop(is_plain=True, parts=2),
 }

@@ -17,17 +17,10 @@ import torch
 import torch.distributed as dist
 from fuzz_blocks import MixedTypes
 from fuzz_forms import BLOCKS, FORMS, Form
+from fuzz_loops import LIBRARY_LOOPS, LOOPS, Loop
 from fuzz_quirks import CLASSES, WIDTH
-from fuzz_scripts import (
-    AFTER,
-    BEFORE,
-    LOOPS,
-    LOSSES,
-    OF_ALL,
-    Loop,
-)
+from fuzz_scripts import AFTER, BEFORE, LOSSES, OF_ALL
 from torch import Tensor, nn
-from torch.optim.swa_utils import AveragedModel, get_ema_multi_avg_fn
 
 import msrun
 
@@ -63,7 +56,8 @@ class Case:
     @property
     def loop(self) -> Loop:
         """The way to train."""
-        return LOOPS[self._first(LOOPS, "sgd")]
+        loops = LOOPS | LIBRARY_LOOPS
+        return loops[self._first(loops, "sgd")]
 
     @property
     def form(self) -> Form:
@@ -73,7 +67,7 @@ class Case:
     @property
     def has_own_loss(self) -> bool:
         """Whether the model returns its loss."""
-        return "own loss" in self.quirks
+        return self.form.has_loss
 
     def has(self, *quirks: str) -> bool:
         """Return whether it has one of these quirks."""
@@ -99,7 +93,9 @@ def _build(case: Case) -> nn.Module:
 def _optimizer(case: Case, model: nn.Module) -> torch.optim.Optimizer:
     """Return an optimizer whose groups follow attributes of parameters."""
     groups: dict[float, list[Any]] = {}
-    for param in model.parameters():
+    for name, param in model.named_parameters():
+        if case.loop.adds_group and name.startswith("head."):
+            continue
         groups.setdefault(getattr(param, "lr_scale", 1.0), []).append(param)
     rate = 0.01 if "adamw" in str(case) else 0.1
     made = [{"params": params, "lr": rate * scale} for scale, params in groups.items()]
@@ -124,8 +120,15 @@ def _between_steps(case: Case, model: nn.Module, step: int) -> None:
     """Change an attribute of blocks, also where a stage has another module in their place."""
     modules = dict(model.named_modules())
     for index, name in enumerate(case.blocks):
-        if name == "temperature" and (block := modules.get(f"blocks.{index}")) is not None:
+        block = modules.get(f"blocks.{index}")
+        if name == "temperature" and block is not None:
             block.__dict__["temperature"] = 1.0 + step
+        if name == "sometimes unused" and block is not None:
+            block.__dict__["is_used"] = step != 1
+        if name == "late attribute" and block is not None and step:
+            block.__dict__["late_scale"] = 1.5
+    if case.loop.freezes and (first := modules.get("blocks.0")) is not None:
+        first.requires_grad_(requires_grad=step == 1)
 
 
 @dataclass(frozen=True, slots=True)
@@ -141,6 +144,12 @@ class Learned:
     losses: list[float] = field(default_factory=list)
     tensors: dict[str, Tensor] = field(default_factory=dict)
     logits: list[Tensor] = field(default_factory=list)
+
+    @property
+    def is_finite(self) -> bool:
+        """Whether all losses and tensors are numbers."""
+        values = [torch.tensor(self.losses), *self.tensors.values()]
+        return all(bool(value.isfinite().all()) for value in values)
 
 
 class _Training:
@@ -163,8 +172,8 @@ class _Training:
         if rt is not None:
             self.optimizer = rt.optimizer(self.optimizer)
         self.average: nn.Module | None = None
-        if self.loop.averages:
-            self.average = AveragedModel(model, multi_avg_fn=get_ema_multi_avg_fn(0.5))
+        if self.loop.average:
+            self.average = self.loop.average(model)
         self.learned = Learned()
 
     def run(self) -> Learned:
@@ -172,7 +181,7 @@ class _Training:
         torch.manual_seed(11)
         random.seed(11)
         for step, batch in enumerate(_batches(self.case)):
-            x, y = (value.chunk(self.count)[self.share] for value in batch)
+            x, y = (value.tensor_split(self.count)[self.share] for value in batch)
             unwritten = x.clone()  # a pipeline leaves the batch as it was
             _between_steps(self.case, self.model, step)
             self.loop.before(self.optimizer, step)
@@ -180,9 +189,11 @@ class _Training:
             loss = self._step(x, y) if is_step else self._by_hand(x, y)
             self.learned.losses.append(float(loss))
             if self.scheduler:
-                self.scheduler.step()
+                self.scheduler.step(*[float(loss)] if self.loop.takes_loss else [])
             if self.average:
                 self.average.update_parameters(self.model)  # type: ignore[operator]
+            if self.loop.adds_group and step == 0:
+                self._add_group()
             if self.loop.restores and step == 0 and self.rt is not None:
                 self._restore()
             if self.loop.evaluates:
@@ -207,33 +218,54 @@ class _Training:
 
     def _by_hand(self, x: Tensor, y: Tensor) -> Tensor:
         """Train as a script does; return the loss of all ranks."""
-        self.optimizer.zero_grad()
+        if self.loop.zeroes:
+            self.optimizer.zero_grad(set_to_none=False)
+        else:
+            self.optimizer.zero_grad()
         has_parts = self.loop.parts > 1 and self.rt is not None
         parts = self.loop.parts if has_parts else 1
         loss = torch.zeros(())
         for index, (part, target) in enumerate(zip(x.chunk(parts), y.chunk(parts), strict=True)):
-            value = self._loss(part, target) / parts
-            if has_parts and index < parts - 1:
+            value = self._losses(part, target) / parts
+            loss = loss + value.detach()
+            if self.loop.update:
+                self.loop.update(self.optimizer, value, self.model.parameters)
+            elif has_parts and index < parts - 1:
                 with self.rt.no_sync(self.model):
                     value.backward()
             else:
                 value.backward()
-            loss = loss + value.detach()
         if self.rt is not None:
             loss = self.rt.mean_over_data(loss)
         if self.loop.max_norm and self.rt is not None:
             self.rt.clip_grad_norm_(self.model, self.loop.max_norm)
         elif self.loop.max_norm:
             torch.nn.utils.clip_grad_norm_(self.model.parameters(), self.loop.max_norm)
-        self.optimizer.step()
+        if not self.loop.update:
+            self.optimizer.step()
         return loss
+
+    def _losses(self, x: Tensor, y: Tensor) -> Tensor:
+        """Return the mean loss of several forward passes, each with other inputs."""
+        count = self.loop.forwards
+        losses = [self._loss(x * (1 - 0.5 * index), y) for index in range(count)]
+        return torch.stack(losses).sum() / count if count > 1 else losses[0]
+
+    def _add_group(self) -> None:
+        """Give the optimizer the head, which it had not; a stage may be without it."""
+        named = self.model.named_parameters()
+        params = [param for name, param in named if name.startswith("head.")]
+        if params:
+            self.optimizer.add_param_group({"params": params, "lr": 0.05})
 
     def _loss(self, x: Tensor, y: Tensor) -> Tensor:
         case = self.case
         if case.has_own_loss:
-            loss = self.model(x=x, labels=y)["loss"]
+            loss = case.form.loss(self.model(x=x, labels=y))
         else:
             loss = case.loss(case.form.logits(case.form.call(self.model, x)), y)
+        if isinstance(loss, dict):
+            return loss["loss"]
         return loss[0] / loss[1] if isinstance(loss, tuple) else loss
 
     def _evaluate(self, x: Tensor, y: Tensor) -> None:

@@ -25,11 +25,9 @@ import os
 import struct
 import sys
 import tempfile
-import textwrap
 import time
 import traceback
 import warnings
-from collections import Counter
 from collections.abc import Callable, Iterable, Iterator, Mapping
 from contextlib import contextmanager
 from pathlib import Path
@@ -37,7 +35,8 @@ from typing import Any, NamedTuple
 
 import torch
 import torch.distributed as dist
-from model_zoo import ZOO, ZooModel  # type: ignore[import-not-found]  # beside this file
+from model_page import render_page  # type: ignore[import-not-found]  # beside this file
+from model_zoo import ZOO, ZooModel  # type: ignore[import-not-found]
 from torch import Tensor, nn
 from torch.distributed import FileStore  # type: ignore[attr-defined]  # torch exports it
 
@@ -55,6 +54,18 @@ _ROUNDED_LOSS_GAP = 1e-6
 _SENTENCE = 300
 
 _STAGES = {"stages": "auto", "microbatches": 2}
+
+
+class Trained(NamedTuple):
+    """Losses, weights and buffers by all their names, and what else there is to say."""
+
+    losses: list[float]
+    tensors: dict[str, Tensor]
+    note: str = ""
+
+
+# Trains one cell on a rank.
+Work = Callable[[ZooModel, dict[str, Any]], Trained]
 # Column -> ranks, and the configuration for a model.
 Make = Callable[[ZooModel, nn.Module], dict[str, Any] | None]
 COLUMNS: dict[str, tuple[int, Make]] = {
@@ -140,7 +151,7 @@ def build(entry: ZooModel) -> nn.Module:
     return model
 
 
-def train_alone(entry: ZooModel) -> tuple[list[float], dict[str, Tensor]]:
+def train_alone(entry: ZooModel) -> Trained:
     """Train in one process by plain torch."""
     model = build(entry)
     optimizer = entry.optimizer(model.parameters())
@@ -152,7 +163,7 @@ def train_alone(entry: ZooModel) -> tuple[list[float], dict[str, Tensor]]:
         loss.backward()
         optimizer.step()
         losses.append(loss.item())
-    return losses, {name: tensor.detach().clone() for name, tensor in _all_names(model)}
+    return Trained(losses, {name: tensor.detach().clone() for name, tensor in _all_names(model)})
 
 
 def _all_names(model: nn.Module) -> Iterator[tuple[str, Tensor]]:
@@ -197,20 +208,26 @@ def prepare(rt: msrun.Runtime, entry: ZooModel, model: nn.Module) -> Training:
     return Training(model, optimizer, parts)
 
 
-def train(entry: ZooModel, config: dict[str, Any]) -> tuple[list[float], dict[str, Tensor]]:
+def train(
+    entry: ZooModel,
+    config: dict[str, Any],
+    change: Callable[[msrun.Runtime, Training], None] | None = None,
+) -> Trained:
     """Train under `config` on this rank; return losses, and on rank 0 whole tensors."""
     from msrun.parallel.verify.gather import to_first_rank
 
     model = build(entry)
     rt = msrun.init(config)
     training = prepare(rt, entry, model)
+    if change:
+        change(rt, training)
     losses = [
         rt.step(training.model, training.optimizer, *batch).item() for batch in training.batches
     ]
     tensors = list(_all_names(training.model))
     whole: dict[str, Tensor] = {}
     to_first_rank(rt.context, [(name, t.detach()) for name, t in tensors], whole.__setitem__)
-    return losses, whole
+    return Trained(losses, whole)
 
 
 def _is_rounded(losses: Iterable[float]) -> bool:
@@ -218,16 +235,14 @@ def _is_rounded(losses: Iterable[float]) -> bool:
     return all(struct.unpack("f", struct.pack("f", loss))[0] == loss for loss in losses)
 
 
-def compare(
-    found: tuple[list[float], Mapping[str, Tensor]],
-    expected: tuple[list[float], Mapping[str, Tensor]],
-) -> str:
+def compare(found: Trained, expected: Trained) -> str:
     """Return `equal`, or what is wrong."""
-    gap = max(abs(a - b) / max(abs(b), 1.0) for a, b in zip(found[0], expected[0], strict=True))
-    if not gap <= (_ROUNDED_LOSS_GAP if _is_rounded(expected[0]) else _LOSS_GAP):
+    pairs = zip(found.losses, expected.losses, strict=True)
+    gap = max(abs(a - b) / max(abs(b), 1.0) for a, b in pairs)
+    if not gap <= (_ROUNDED_LOSS_GAP if _is_rounded(expected.losses) else _LOSS_GAP):
         return f"wrong: loss off by {gap:.1e}"
-    for name, tensor in found[1].items():
-        other = expected[1].get(name)
+    for name, tensor in found.tensors.items():
+        other = expected.tensors.get(name)
         if other is None:
             return f"wrong: one process has no {name}"
         if other.shape != tensor.shape:
@@ -239,17 +254,22 @@ def compare(
         if not away <= _WEIGHT_GAP:
             return f"wrong: {name} off by {away:.1e}"
     # A stage may have a shared weight under another of its names.
-    values = [expected[1][name] for name in found[1] if name in expected[1]]
+    there = expected.tensors
+    values = [there[name] for name in found.tensors if name in there]
     missing = [
         name
-        for name, tensor in expected[1].items()
-        if name not in found[1] and not any(torch.equal(tensor, value) for value in values)
+        for name, tensor in there.items()
+        if name not in found.tensors and not any(torch.equal(tensor, value) for value in values)
     ]
     return f"wrong: {missing[0]} is missing" if missing else "equal"
 
 
 def _rank(
-    entry: ZooModel, config: dict[str, Any], place: tuple[int, int], folder: str, pipe: Any
+    work: Work,
+    cell: tuple[ZooModel, dict[str, Any]],
+    place: tuple[int, int],
+    folder: str,
+    pipe: Any,
 ) -> None:
     rank, world_size = place
     torch.set_num_threads(1)
@@ -266,11 +286,12 @@ def _rank(
             world_size=world_size,
         )
         dist.barrier()
-        found = train(entry, config)
-        answer = compare(found, torch.load(f"{folder}/expected.pt")) if rank == 0 else "equal"
-        losses = torch.tensor(found[0])
-        if not torch.isfinite(losses).all():
+        found = work(*cell)
+        expected = Trained(*torch.load(f"{folder}/expected.pt"))
+        answer = compare(found, expected) if rank == 0 else "equal"
+        if not torch.isfinite(torch.tensor(found.losses)).all():
             answer = "wrong: the loss is no number"
+        answer += found.note
     except UsageError as error:
         answer = f"refused: {error.message}"
     except BaseException as error:  # noqa: BLE001 - it is the answer
@@ -282,20 +303,22 @@ def _rank(
     pipe.recv()  # until all have answered: a peer may still talk to this one
 
 
-def run_cell(entry: ZooModel, column: str, limit: float) -> str:
-    """Return what one cell comes to."""
+def run_cell(
+    entry: ZooModel, column: str, limit: float, work: Work = train, alone: Trained | None = None
+) -> str:
+    """Return what one cell comes to, whose ranks do `work`; `alone` is what `train_alone` gave."""
     world_size, make = COLUMNS[column]
     config = make(entry, build(entry))
     if config is None:
         return "-"
     context = multiprocessing.get_context("fork")
     with tempfile.TemporaryDirectory() as folder:
-        torch.save(train_alone(entry), f"{folder}/expected.pt")
+        torch.save(tuple(alone or train_alone(entry)), f"{folder}/expected.pt")
         pipes, processes = [], []
         for rank in range(world_size):
             here, there = context.Pipe()
             process = context.Process(
-                target=_rank, args=(entry, config, (rank, world_size), folder, there)
+                target=_rank, args=(work, (entry, config), (rank, world_size), folder, there)
             )
             process.start()
             there.close()
@@ -396,68 +419,11 @@ def run(only: Iterable[str], limit: float, *, is_again: bool, file: Path = CELLS
 
 # The page.
 
-_HEAD = """# Real models in every configuration
-
-Each cell trains a small model with random weights for three steps, on ranks of gloo and in float64,
-and compares losses, weights and buffers with plain torch in one process on the same global batches.
-*equal* is a difference below 1e-8 of the loss (1e-6 where the model itself computes logits or loss
-in float32) and 1e-6 of each weight. A refusal is one sentence before any weight changes; the
-numbers lead to the sentences below the table.
-
-`scripts/model_table.py` makes this page, from the models of `scripts/zoo_text.py`,
-`scripts/zoo_others.py` and `scripts/zoo_families.py`. `python scripts/model_table.py run --again`
-trains all cells anew, or with `--only 'Llama:tp'` one of them, and `... page` writes the page. The
-nightly workflow runs every row again and compares (`.ci/run slow`), and each change a sample of the
-cells.
-
-"""
-_NOTES = """
-- `dp`, `zero 1` to `zero 3`, `recompute` (of every block) and `accumulate` (of 2) have two
-  data-parallel ranks. `pp` has `stages: auto` and two micro-batches. `auto` is `mode: auto` with
-  `mesh: auto`. The last two columns have four ranks, 2 x 2, and some of the models.
-- `tp` has the plans that ship: `plan: llama` and other names of families, and `plan: auto_tp` for
-  models of no family. Only LSTM and DLRM have rules that were written for them; `-` is a model in
-  which nothing is to be sharded.
-- Optimizers are AdamW, and SGD where gradients are sparse. Losses are computed from the logits, and
-  targets hold padding of -100. Decoders have `use_cache=False`; the rows with `labels` have their
-  default cache, padding and a mask, and return the loss that transformers computes.
-- All cells were run on 23 November 2026, in one run of one state. `tp` and `dp x tp, zero 1` of all
-  rows, and `pp`, `recompute` and `auto` of the rows from GPT-2 to `Llama, LoRA`, were run again
-  after later changes, as was `recompute` of RWKV, which had ended with a traceback, as `tp` of
-  SpeechT5 had. `tests/torch/models/test_other_families.py` has families that are not in the table.
-"""
-
 
 def page(cells: Mapping[str, Mapping[str, str]]) -> str:
     """Return the page with `cells`."""
-    notes: dict[str, int] = {}
-    lines = [
-        f"| model | {' | '.join(COLUMNS)} |",
-        f"|---|{'---|' * len(COLUMNS)}",
-    ]
-    for model in ZOO:
-        row = []
-        for column in COLUMNS:
-            answer = cells.get(model, {}).get(column, "not run")
-            kind, colon, _ = answer.partition(": ")
-            number = f" [{notes.setdefault(answer, len(notes) + 1)}]" if colon else ""
-            row.append(f"{kind}{number}")
-        lines.append(f"| {model} | {' | '.join(row)} |")
-    kinds = Counter(
-        cells.get(model, {}).get(column, "not run").partition(": ")[0]
-        for model in ZOO
-        for column in COLUMNS
-    )
-    total = sum(count for kind, count in kinds.items() if kind not in ("-", "not run"))
-    counts = ", ".join(f"{count} {kind}" for kind, count in kinds.most_common())
-    share = f"{kinds['equal'] / total:.0%}" if total else "none"
-    said = "".join(
-        f"{textwrap.fill(f'{number}. {answer}', 100, subsequent_indent='   ')}\n"
-        for answer, number in notes.items()
-    )
-    body = "\n".join(lines)
-    summary = f"{counts}: {share} of the cells that were run are equal."
-    return f"{_HEAD}{body}\n\n{summary}\n{_NOTES}\n{said}"
+    text: str = render_page(list(ZOO), list(COLUMNS), cells)
+    return text
 
 
 def main() -> int:

@@ -128,8 +128,11 @@ OTHER_MODELS: dict[str, ZooModel] = {
         "timm",
         lambda: _timm("resnet18", layers=[1, 1, 1, 1], channels=(8, 8, 16, 16)),
         *("layer3", "layer4"),
+        plan="resnet",
     ),
-    "timm EfficientNet": seeing("timm", lambda: _timm("test_efficientnet"), "blocks"),
+    "timm EfficientNet": seeing(
+        "timm", lambda: _timm("test_efficientnet"), "blocks", plan="efficientnet"
+    ),
     "diffusers UNet2D": denoising(
         partial(
             of,
@@ -139,6 +142,7 @@ OTHER_MODELS: dict[str, ZooModel] = {
             up_block_types=("AttnUpBlock2D", "UpBlock2D"),
         ),
         *("down_blocks", "up_blocks"),
+        plan="unet",
     ),
     "diffusers DiT": denoising(
         lambda: _dit(),  # noqa: PLW0108 - it is defined below
@@ -152,12 +156,15 @@ OTHER_MODELS: dict[str, ZooModel] = {
         *("", Translator, "transformer.encoder.layers", "transformer.decoder.layers"),
         count=2,
     ),
-    "timm MobileNetV3": seeing("timm", lambda: _timm("mobilenetv3_small_050"), "blocks"),
-    "timm RegNet": seeing("timm", lambda: _timm("regnetx_002"), "s3", "s4"),
+    "timm MobileNetV3": seeing(
+        "timm", lambda: _timm("mobilenetv3_small_050"), "blocks", plan="mobilenet"
+    ),
+    "timm RegNet": seeing("timm", lambda: _timm("regnetx_002"), "s3", "s4", plan="regnet"),
     "torchvision ResNet-18": seeing(
         "torchvision",
         partial(of, "torchvision.models", "resnet18", num_classes=CLASSES),
         *("layer3", "layer4"),
+        plan="resnet",
     ),
     "diffusers UNet2D, cross attention": denoising(
         partial(

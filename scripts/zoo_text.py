@@ -159,7 +159,7 @@ _T5: dict[str, Any] = {
     "decoder_start_token_id": 0,
     "use_cache": False,
 }
-_BART: dict[str, Any] = {
+BART: dict[str, Any] = {
     "vocab_size": VOCABULARY,
     "max_position_embeddings": 32,
     "d_model": 16,
@@ -266,7 +266,7 @@ TEXT_MODELS: dict[str, ZooModel] = {
         "BartForConditionalGeneration",
         "BartConfig",
         *("model.encoder.layers", "model.decoder.layers"),
-        **_BART,
+        **BART,
         inputs=translated,
         plan="bart",
     ),

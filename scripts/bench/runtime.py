@@ -9,12 +9,15 @@ Both models live in the same ranks and take turns, a few steps each, so that wha
 machine does meets both.  Beside the time stands the CPU time of all ranks, which others disturb
 less.  The hand-written ones use `DistributedDataParallel`, `fully_shard`, `parallelize_module`
 and `torch.distributed.pipelining`; `cp` all-to-alls around attention, as in DeepSpeed Ulysses,
-beside `DistributedDataParallel`; `hybrid`, pp x dp x tp, the last two, and one all-reduce of
-all gradients over dp, as `DistributedDataParallel` takes no divided parameters.  `ep` is the
+beside `DistributedDataParallel`, under which `compile` has each layer compiled; `hybrid`, pp x dp x
+tp, the last two, and one all-reduce of all gradients over dp, as `DistributedDataParallel` takes no
+divided parameters.  `ep` is the
 mixture of `examples/train_moe.py`, whose hand-written form sorts tokens by expert, exchanges them
 by `all_to_all_single`, and has `DistributedDataParallel` ignore the experts.  `images` is a
 network of convolutions over images of which each rank has some rows; its hand-written form sends
-the rows at the border to its neighbours by `batch_isend_irecv`.  Its tokens are pixels.
+the rows at the border to its neighbours by `batch_isend_irecv`.  Its tokens are pixels.  `grid` has
+the layers on a grid of 2 x 2 ranks (style `2d`), and `rows` a table with uneven rows of each rank;
+their hand-written forms are in `hand_written.py`.
 """
 
 # tidy: long file, it runs by path and alone, so every hand-written model stands here
@@ -56,6 +59,13 @@ from torch.nn.parallel import DistributedDataParallel
 
 import msrun
 import msrun.parallel.runtime  # as msrun's own parent of all ranks has it
+from scripts.bench.hand_written import (
+    Clicks,
+    divide_on_grid,
+    grid_shape,
+    on_own_samples,
+    share_out_rows,
+)
 
 ROOT = Path(__file__).resolve().parents[2]
 LOCAL_BATCH = 8
@@ -82,6 +92,7 @@ CONFIGS: dict[str, dict[str, Any]] = {
     "tp": {"mesh": {"tp": -1}, "plan": LAYER_PLAN},
     "copies": {"mesh": {"tp": -1}, "plan": LAYER_PLAN, "copies": 2},
     "cp": {"mesh": {"cp": -1}, "plan": [{"match": "*", "style": "context"}]},
+    "compile": {"mesh": {"dp": -1}, "compile": {"modules": ["layers.*"]}},
     "pp": {"mesh": {"pp": -1}},  # and a pipeline, whose stages depend on the ranks
     "ep": {
         "mesh": {"ep": -1},
@@ -91,8 +102,21 @@ CONFIGS: dict[str, dict[str, Any]] = {
         "mesh": {"h": -1},
         "data": {"image": ["dp", None, "h", None], "label": ["dp", "h", None]},
     },
+    "grid": {},  # its axes depend on the ranks, and so do the rows
+    "rows": {"mesh": {"tp": -1}},
     "hybrid": {"mesh": {"pp": 2, "dp": 2, "tp": 2}, "plan": LAYER_PLAN},  # and such a pipeline
 }
+GRID_PLAN = [
+    *(
+        {"match": f"layers.*.{name}", "style": "2d", "axes": ["x", "y"]}
+        for name in ("query", "key", "value", "up", "norm[12]")
+    ),
+    *(
+        {"match": f"layers.*.{name}", "style": "2d", "axes": ["y", "x"]}
+        for name in ("project", "down")
+    ),
+    {"match": "norm", "style": "2d", "axes": ["x", "y"]},
+]
 HYBRID_RANKS = 8  # whatever --ranks says of the others
 MICROBATCHES = 4
 
@@ -211,8 +235,7 @@ def _train(name: str, turns: int, rank: int, ranks: int) -> tuple[Turns, Turns]:
     del rank
     runtime = msrun.init(_config(name, ranks))
     lm: Any = _load_example("train_moe" if name == "ep" else "train_lm")
-    if name == "images":
-        lm = _Pictures
+    lm = {"images": _Pictures, "rows": Clicks}.get(name, lm)
     steps = {"ours": _ours(runtime, lm), "plain": _plain(name, lm)}
     copies = runtime.layout.size("dp")
     generator = torch.Generator().manual_seed(runtime.coordinate.get("dp", 0))
@@ -220,6 +243,8 @@ def _train(name: str, turns: int, rank: int, ranks: int) -> tuple[Turns, Turns]:
     inputs, target = batch[:, :-1], batch[:, 1:]
     if name == "images":
         inputs, target = _Pictures.batch(generator)
+    if name == "rows":
+        inputs, target = Clicks.batch(generator, ranks)
     speeds: Turns = {"ours": [], "plain": []}
     cpu: Turns = {"ours": [], "plain": []}
     for turn in range(turns + 1):
@@ -244,6 +269,10 @@ def _train(name: str, turns: int, rank: int, ranks: int) -> tuple[Turns, Turns]:
 
 def _config(name: str, ranks: int) -> dict[str, Any]:
     config = CONFIGS[name]
+    if name == "grid":
+        return {"mesh": dict(zip("xy", grid_shape(ranks), strict=True)), "plan": GRID_PLAN}
+    if name == "rows":
+        return config | {"plan": [{"match": "table", "rows": Clicks.rows(ranks), "axis": "tp"}]}
     if name not in ("pp", "hybrid"):
         return config
     count = ranks if name == "pp" else config["mesh"]["pp"]
@@ -381,26 +410,36 @@ def _plain(name: str, lm: Any) -> Step:
         return _Pipeline(
             model, lm, init_device_mesh("cpu", (*axes.values(),), mesh_dim_names=(*axes,))
         )
-    if name == "cp":
-        _divide_tokens(model, lm)
-    if name == "ep":
-        _share_out_experts(model, lm)
-    if name == "images":
-        _divide_rows(model)
-    if name in ("dp", "cp", "ep", "images"):
+    changes: dict[str, Callable[[Any, Any], None]] = {
+        "cp": _divide_tokens,
+        "ep": _share_out_experts,
+        "images": lambda model, _: _divide_rows(model),
+        "grid": divide_on_grid,
+        "compile": _compile_layers,
+    }
+    if name in changes:
+        changes[name](model, lm)
+    if name in ("dp", "compile", "cp", "ep", "images"):
         model = DistributedDataParallel(model)
+    elif name == "rows":
+        model = share_out_rows(model, lm)
     elif name == "zero3":
         for layer in model.layers:  # type: ignore[union-attr]
             fully_shard(layer)
         fully_shard(model)
-    else:
+    elif name != "grid":
         _divide_layers(model, init_device_mesh("cpu", (dist.get_world_size(),)), lm)
     optimizer = torch.optim.AdamW(model.parameters(), lr=1e-3)
     if name == "copies":
         return functools.partial(_copied_step, model, optimizer, _loss_of(lm))
     step = functools.partial(_plain_step, model, optimizer, _loss_of(lm))
-    cuts = {"cp": _on_part, "images": _on_rows}
+    cuts = {"cp": _on_part, "images": _on_rows, "rows": on_own_samples}
     return functools.partial(cuts[name], step) if name in cuts else step
+
+
+def _compile_layers(model: Any, _: Any) -> None:
+    for layer in model.layers:
+        layer.compile()
 
 
 def _share_out_experts(model: Any, lm: Any) -> None:

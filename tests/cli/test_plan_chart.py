@@ -125,3 +125,19 @@ def test_what_would_be_endless_is_cut():
 
 def test_control_characters_are_named():
     assert "a\\x1b.py:make" in texts(replace(PLAN, model="a\x1b.py:make"))
+
+
+def test_inputs_and_outputs_that_rules_name(msrun, here):
+    inputs = "{hidden: [dp, null, [tp, sp]], mask: null, 2: ['...']}"
+    rule = f"{{match: '*.attn', in: {inputs}, out: [[null, tp], null]}}"
+    (here / "p.yaml").write_text(f"mesh: {{dp: 2, tp: 2, sp: 2}}\nplan:\n- {rule}\n")
+    out = msrun("plan --parallel p.yaml --worker-num 8").out
+    rows = [" ".join(line.split()) for line in out.splitlines()]
+
+    assert rows[rows.index("inputs and outputs of modules:") :] == [
+        "inputs and outputs of modules:",
+        "modules tensor axes",
+        "*.attn in.hidden [dp, null, [tp, sp]]",
+        "*.attn in[2] [...]",
+        "*.attn out[0] [null, tp]",
+    ]

@@ -42,6 +42,11 @@ def one():
     return Net(1), (torch.randn(64, 1024), torch.randn(64, 1024))
 
 
+def named():
+    y, x = torch.randn(64, 1024), torch.randn(64, 1024)
+    return Net(), {"y": y, "x": x}
+
+
 def alone():
     return Net()
 
@@ -77,6 +82,9 @@ parameters:
   layers.1,3.weight  S(1)
 
 rejected:
+  ep: not for this model, no module has the weights of all experts in dim 0 of its parameters
+  cp: not for this model, no sequences of 1024 tokens or more
+  grid 2d on dp 1 x x 2 x y 2: 0.01543 s, the plan takes less
   26 layouts cannot be faster
   0 layouts do not fit into 16 GiB
 """
@@ -116,6 +124,12 @@ def test_plan_in_words(capsys):
     code, out, err = search(capsys, "tinynet.py:make", *CPU)
     assert (code, out) == (0, TEXT)
     assert err.endswith(" s: 0.01426 s a step, 1 stages of 4, 1 micro-batches\n")
+
+
+def test_inputs_by_name_give_the_same_plan(capsys):
+    mesh = (*CPU, "--mesh", "dp=4")
+    _, out, _ = search(capsys, "tinynet.py:make", *mesh)
+    assert search(capsys, "tinynet.py:named", *mesh)[1] == out.replace(":make", ":named")
 
 
 def test_a_budget_ends_the_search_with_the_best_so_far(capsys):
@@ -256,6 +270,10 @@ def test_a_file_describes_the_cluster(capsys, here):
         (
             ("tinynet.py:deep", *CPU, "--mesh", "pp=2,dp=2", "--batch", "3"),
             "--batch 3 has no 2 or more equal micro-batches that axis dp divides",
+        ),
+        (
+            ("tinynet.py:make", *CPU, "--mesh", "dp=4", "--batch", "6"),
+            "--batch 6 does not divide over dp 4",
         ),
         (("tinynet.py:make", *CPU, "--mode", "recursive"), "--mode recursive needs --mesh"),
         (

@@ -2,21 +2,66 @@
 
 from __future__ import annotations
 
+import multiprocessing
 import os
 import subprocess
 import sys
+import traceback
 
 import pytest
+import torch
 from support import Job, environment
 
 # A job that imports torch in several processes, on a busy machine.
 PATIENCE = 60.0
 
 
+@pytest.hookimpl(tryfirst=True)
+def pytest_pyfunc_call(pyfuncitem):
+    """Run a test marked `own_process` in a child: what it leaves in torch reaches no other test."""
+    if not pyfuncitem.get_closest_marker("own_process"):
+        return None
+    end_warm()
+    context = multiprocessing.get_context("fork")
+    here, there = context.Pipe()
+    names = pyfuncitem._fixtureinfo.argnames
+    arguments = {name: pyfuncitem.funcargs[name] for name in names}
+    child = context.Process(target=_run, args=(pyfuncitem.obj, arguments, there))
+    child.start()
+    there.close()
+    try:
+        outcome, said = here.recv()
+    except EOFError:
+        outcome, said = pytest.fail, "its process ended without a word"
+    child.join()
+    if outcome:
+        outcome(said)
+    return True
+
+
+def _run(function, arguments, answer):
+    outcome, said = None, ""
+    torch.set_num_threads(1)  # OpenMP waits for threads that a fork has left behind
+    try:
+        function(**arguments)
+    except pytest.skip.Exception as skipped:
+        outcome, said = pytest.skip, str(skipped)
+    except BaseException:  # noqa: BLE001 - the test tells it
+        outcome, said = pytest.fail, traceback.format_exc()
+    end_warm()
+    answer.send((outcome, said))
+
+
 @pytest.hookimpl(trylast=True)
 def pytest_runtest_teardown(nextitem):
     """End the ranks that tests share when the next one is of a file that has no use for them."""
-    if "ranks" in sys.modules and not hasattr(getattr(nextitem, "module", None), "run_warm"):
+    if not hasattr(getattr(nextitem, "module", None), "run_warm"):
+        end_warm()
+
+
+def end_warm():
+    """End the ranks that wait for the next test."""
+    if "ranks" in sys.modules:
         sys.modules["ranks"].end_warm()
 
 

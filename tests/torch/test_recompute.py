@@ -1,6 +1,7 @@
 """Recomputation: a module that runs again leaves its buffers as if it had run once."""
 
 import random
+import warnings
 
 import numpy as np
 import pytest
@@ -268,4 +269,50 @@ def test_a_cache_that_has_keys_is_refused():
     assert message == (
         "parallel.recompute: layers.1 gets a cache that already has keys and values, such as a "
         "prefix, and a second run would add to it again"
+    )
+
+
+class Scripted(nn.Module):
+    """Has a function of TorchScript that nothing has called before."""
+
+    def __init__(self, *more):
+        super().__init__()
+        with warnings.catch_warnings():
+            warnings.simplefilter("ignore")  # it is deprecated, and in many models
+            scripted = torch.jit.script(Activated())
+        self.body = nn.Sequential(nn.Linear(16, 32), nn.Tanh(), scripted, *more)
+        self.head = nn.Linear(32, 10)
+
+    def forward(self, x):
+        return self.head(self.body(x))
+
+
+class Activated(nn.Module):
+    def forward(self, x):
+        return x * 0.5 * (1.0 + torch.tanh(0.8 * x * (1 + 0.04 * x * x)))
+
+
+def gradients_of(config, *more):
+    with msrun.init(config) as runtime:
+        torch.manual_seed(0)
+        model = runtime.shard(Scripted(*more))
+        functional.cross_entropy(model(torch.ones(4, 16)), torch.arange(4)).backward()
+        return [param.grad for param in model.parameters()]
+
+
+def scripted():
+    recomputed = {"recompute": {"modules": ["body"]}}
+    pairs = zip(gradients_of(recomputed, nn.Tanh()), gradients_of({}, nn.Tanh()), strict=True)
+    with pytest.raises(ModelError) as refused:
+        gradients_of(recomputed)
+    return [(found - expected).abs().max().item() for found, expected in pairs], str(refused.value)
+
+
+def test_functions_of_torchscript_compute_the_same_again():
+    """Torch optimizes them after a first call, so that a second one saves other tensors."""
+    gaps, sentence = run_warm(scripted, 1)[0]
+    assert max(gaps) < 1e-6
+    assert sentence == (
+        "parallel.recompute: a function of TorchScript is the last of body that saves a tensor, "
+        "and torch cannot run it again"
     )

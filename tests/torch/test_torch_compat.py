@@ -1,11 +1,17 @@
 """The private names of torch still mean what we use them for."""
 # tidy: long file, the tests of all private names of torch are in one place
 
+import copy
+import inspect
 import itertools
 import math
+import multiprocessing
+import pickle
+import sys
 import threading
 import weakref
 from collections import Counter
+from concurrent.futures import ProcessPoolExecutor
 from contextlib import nullcontext
 from functools import partial
 
@@ -26,7 +32,10 @@ from msrun.parallel import torch_compat
 from msrun.parallel.torch_compat import (
     after_backward,
     as_plain_tensors,
+    before_gathers,
     begin_units,
+    call_of,
+    calls_replaced,
     checkpointed,
     compiled_again,
     dispatching,
@@ -42,6 +51,7 @@ from msrun.parallel.torch_compat import (
     is_compiled,
     is_compiled_in_place,
     is_dispatching,
+    is_first_of_step_hooks,
     is_gathered,
     is_higher_order,
     is_in_backward,
@@ -50,8 +60,10 @@ from msrun.parallel.torch_compat import (
     is_transforming,
     join_axes,
     joined,
+    keeps_off_compiler,
     mapped,
     move_shards_by_all_to_all,
+    never_compile,
     note_step,
     of_subclass,
     open_inputs,
@@ -357,6 +369,32 @@ def test_watched_units_tell_what_is_gathered_and_reduced():
     backward = ["+fc3", "+fc2", ["fc3.weight", "fc3.bias"], "+fc1", ["fc2.weight"]]
 
     assert run_ranks(_told, 2) == 2 * [[*forward, *backward, ["fc1.weight", "fc1.bias"]]]
+
+
+def _gathered():
+    model, told = build("mlp"), []
+    for module in (*model.children(), model):
+        fully_shard(module)
+    shards = {id(param): name for name, param in model.named_parameters()}
+    before_gathers(model, lambda params: told.append([shards[id(param)] for param in params]))
+    model(batches("mlp", steps=1)[0][0])
+    return told
+
+
+def test_gathers_are_told_of_with_the_shards_that_they_are_of():
+    of_units = [[f"fc{n}.weight", f"fc{n}.bias"] for n in (1, 2, 3)]
+    assert run_warm(_gathered, 2) == 2 * [of_units]
+
+
+def test_a_hook_is_put_before_all_others_of_a_step():
+    weight, seen = torch.ones(1, requires_grad=True), []
+    update = torch.optim.SGD([weight])
+    first = update.register_step_post_hook(lambda *_: seen.append("first"))
+    assert not is_first_of_step_hooks(update, first)
+    second = update.register_step_post_hook(lambda *_: seen.append("second"))
+    assert is_first_of_step_hooks(update, second)
+    update.step()
+    assert seen == ["second", "first"]
 
 
 def _sparse():
@@ -740,6 +778,50 @@ def test_what_is_compiled_in_place_is_recognised():
     assert is_compiled_in_place(net)
 
 
+@pytest.mark.parametrize("is_early", [False, True])
+def test_what_is_never_compiled_runs_as_written(is_early):
+    inside, seen = [], []
+    net = torch.nn.Sequential(torch.nn.Linear(2, 2))
+    net.register_forward_hook(lambda *_: inside.append(torch.compiler.is_compiling()))
+    if is_early:
+        net.compile(backend=lambda graph, _: seen.append(graph) or graph)
+    never_compile(net, "a test")
+    if not is_early:
+        net.compile(backend=lambda graph, _: seen.append(graph) or graph)
+
+    net(torch.ones(2))
+    torch.compile(net, backend="eager")(torch.ones(2))
+    assert (inside, seen) == ([False, False], [])
+
+
+def test_what_keeps_off_the_compiler_is_recognised():
+    own, callers = inspect.unwrap(torch.manual_seed).__code__, []
+
+    def profile(frame, event, _):
+        if event == "call" and frame.f_code is own:
+            while (frame := frame.f_back).f_code is not here:
+                callers.append(frame.f_code)
+
+    here = inspect.currentframe().f_code
+    sys.setprofile(profile)
+    try:
+        torch.manual_seed(0)
+    finally:
+        sys.setprofile(None)
+    assert callers
+    assert all(map(keeps_off_compiler, callers))
+    assert not keeps_off_compiler(own)
+
+
+def test_what_is_never_compiled_is_copied():
+    net = torch.nn.Linear(2, 2)
+    never_compile(net, "a test")
+    for other in (copy.deepcopy(net), pickle.loads(pickle.dumps(net))):
+        torch.nn.init.zeros_(other.weight)
+        assert torch.equal(other(torch.ones(2)), other.bias)
+    assert not torch.equal(net(torch.ones(2)), net.bias)
+
+
 def test_parameters_are_replaced_by_plain_tensors_and_come_back():
     net = torch.nn.Linear(2, 2, bias=False)
     own, part = net.weight, torch.ones(3, 2, requires_grad=True)
@@ -754,6 +836,19 @@ def test_parameters_are_replaced_by_plain_tensors_and_come_back():
     assert net.weight is own
     assert own.grad is None
     assert part.grad is not None
+
+
+def test_calls_of_a_module_go_elsewhere_and_back():
+    net = nn.Linear(2, 1)
+    seen = []
+    net.register_forward_hook(lambda *_: seen.append("hook"))
+    own = call_of(net)
+    with calls_replaced({net: lambda x: (x, own(x))}):
+        given, found = net(torch.ones(2))
+    assert given.shape == (2,)
+    assert torch.equal(found, net(torch.ones(2)))
+    assert seen == ["hook"] * 2
+    assert call_of(net) == own
 
 
 def _in_inference_mode():
@@ -773,7 +868,7 @@ def test_units_gathered_in_inference_mode_train():
 
 
 def _listed():
-    replace_list_functions(lambda tensor: tensor.dim() or None, lambda *_: None)
+    replace_list_functions(lambda tensor: tensor.dim() or None, lambda *_: None, lambda *_: None)
     params = [nn.Parameter(torch.ones(4)), nn.Parameter(torch.ones(()))]
     for param in params:
         param.grad = torch.full_like(param, 2.0)
@@ -797,7 +892,9 @@ def _infinite():
 
 
 def test_functions_over_lists_split_them_by_kind():
-    total, gradients, lists = run_ranks(_listed, 1)[0]
+    # A new interpreter: tests in this one may have replaced the functions already, for other kinds.
+    with ProcessPoolExecutor(1, mp_context=multiprocessing.get_context("spawn")) as pool:
+        total, gradients, lists = pool.submit(_listed).result()
 
     assert (total, gradients) == (pytest.approx(20**0.5), [4.0, 1.0])
     # A list of each kind, where torch makes one of a device and type.
@@ -889,3 +986,124 @@ def pending():
 
 def test_what_is_under_way_is_known_and_awaited():
     assert run_warm(pending, 2) == 2 * [(True, False, [2.0, 2.0])]
+
+
+class _Halves(torch.autograd.Function):
+    @staticmethod
+    def forward(ctx, x):
+        del ctx
+        return x / 2
+
+    @staticmethod
+    def backward(ctx, gradient):
+        del ctx
+        return gradient / 2
+
+
+class _Applies(TorchFunctionMode):
+    def __init__(self):
+        super().__init__()
+        self.applied = []
+
+    def __torch_function__(self, func, types, args=(), kwargs=None):
+        return func(*args, **(kwargs or {}))
+
+    def apply_own(self, kind, apply, args, kwargs):
+        self.applied.append(kind)
+        return apply(*args, **kwargs) + 1
+
+
+def test_modes_apply_own_functions_of_scripts():
+    torch_compat.apply_own_functions_by_modes()
+    torch_compat.apply_own_functions_by_modes()
+    x = torch.ones(2, requires_grad=True)
+    with _Applies() as mode:
+        inside = _Halves.apply(x)
+    assert mode.applied == [_Halves]
+    assert inside.tolist() == [1.5, 1.5]
+    assert _Halves.apply(x).tolist() == [0.5, 0.5]
+
+
+def test_steps_that_a_backward_pass_runs_are_known():
+    x = torch.ones(2, requires_grad=True)
+    used, unused = x * 2, x * 3
+    found = []
+    used.register_hook(
+        lambda _: found.extend(torch_compat.is_to_run(y.grad_fn) for y in (used, unused))
+    )
+    used.sum().backward()
+    assert found == [True, False]
+
+
+def _written_while_gathered():
+    mesh = init_device_mesh("cpu", (2,), mesh_dim_names=("dp",))
+    torch.manual_seed(0)
+    model = nn.Linear(4, 5)
+    model.bias.requires_grad_(requires_grad=False)
+    fully_shard(model, mesh=mesh)
+    torch_compat.watch_units(model, *[lambda *_: None] * 4)
+    torch_compat.begin_units(model)
+    counts = torch_compat.writes_to_frozen(model)
+    model.unshard()
+    with torch.no_grad():
+        model.weight[:] = torch.arange(20.0).view(5, 4)
+        model.bias.fill_(2)
+    written = torch_compat.writes_to_frozen(model)
+    model.reshard()
+    values = [param.full_tensor().tolist() for param in model.parameters()]
+    return counts["bias"] != written["bias"], list(counts), values
+
+
+def test_shards_get_what_is_written_while_they_are_gathered():
+    expected = (True, ["bias"], [torch.arange(20.0).view(5, 4).tolist(), [2.0] * 5])
+    assert run_ranks(_written_while_gathered, 2) == [expected] * 2
+
+
+def test_the_first_of_ranks_that_are_not_there_sends_nothing():
+    with torch_compat.fake_ranks(4):
+        mesh = init_device_mesh("cpu", (4,))
+        x = torch.ones(2)
+        torch.distributed.all_reduce(x, group=mesh.get_group())
+        assert (torch.distributed.get_rank(), torch.distributed.get_world_size()) == (0, 4)
+    assert not torch.distributed.is_initialized()
+
+
+def _beside_ranks_that_are_not_there():
+    whole = torch.distributed.group.WORLD
+    if torch.distributed.get_rank() == 0:
+        with torch_compat.fake_ranks(4):
+            init_device_mesh("cpu", (2, 2))
+            assert torch.distributed.get_world_size() == 4
+    assert torch.distributed.group.WORLD is whole
+    # Groups that are made later have one name on both ranks, by which these find each other.
+    x = torch.ones(1)
+    torch.distributed.all_reduce(x, group=torch.distributed.new_group([0, 1]))
+    torch.distributed.all_reduce(x)
+    return x.item(), torch.distributed.get_backend()
+
+
+def test_ranks_that_are_there_stay_beside_those_that_are_not():
+    assert run_ranks(_beside_ranks_that_are_not_there, 2) == [(4.0, "gloo")] * 2
+
+
+def test_functions_are_not_seen_inside_of_a_context():
+    class Seen(TorchFunctionMode):
+        def __torch_function__(self, func, types, args=(), kwargs=None):
+            seen.append(func.__name__)
+            return func(*args, **(kwargs or {}))
+
+    seen = []
+    with Seen():
+        x = torch.ones(2).exp()
+        with torch_compat.without_functions():
+            x.sum()
+    assert "exp" in seen
+    assert "sum" not in seen
+
+
+def test_scripts_are_optimized_again_behind_the_context():
+    is_optimized = torch._C._get_graph_executor_optimize
+    assert is_optimized()
+    with torch_compat.unoptimized_scripts():
+        assert not is_optimized()
+    assert is_optimized()

@@ -2,26 +2,21 @@
 
 from __future__ import annotations
 
-import weakref
-
 import pytest
 import torch
+from advise_models import LOCAL, SAMPLES, Held, advice, model
 from ranks import run_ranks
 from torch import nn
 from torch.nn import functional
 
 import msrun
 from msrun.errors import UsageError
-from msrun.parallel.advise.advise import AdviceRequest, advise_model
-from msrun.parallel.advise.simulate import LiveBytes, simulate
+from msrun.parallel.advise.simulate import LiveBytes, Peaks, simulate
 from msrun.parallel.advise.techniques import ModelBytes, rank_bytes, techniques
-from msrun.parallel.auto.tracing.structure import leaf_tensors
-from msrun.parallel.local import local_part
 
-pytestmark = pytest.mark.torch
+pytestmark = [pytest.mark.torch, pytest.mark.own_process]
 
 GIB = 2**30
-LOCAL = 8
 
 
 class Net(nn.Module):
@@ -33,90 +28,6 @@ class Net(nn.Module):
         for layer in self.layers:
             x = functional.gelu(layer(x))
         return x.pow(2).mean()
-
-
-def small(**sizes):
-    return {"vocab_size": 128, **sizes}
-
-
-def tokens(count):
-    ids = torch.randint(0, 128, (count, 16))
-    return {"input_ids": ids, "labels": ids}
-
-
-def classes(count):
-    return {"input_ids": torch.randint(0, 128, (count, 16)), "labels": torch.zeros(count).long()}
-
-
-def pictures(count):
-    return {"pixel_values": torch.randn(count, 3, 32, 32), "labels": torch.zeros(count).long()}
-
-
-def model(name):
-    """Return a small model of transformers."""
-    from transformers import AutoConfig
-    from transformers import models as families
-
-    bert = {"hidden_size": 64, "num_hidden_layers": 3, "num_attention_heads": 4}
-    bert["intermediate_size"] = 128
-    sizes = {
-        "gpt2": small(n_embd=64, n_layer=3, n_head=4),
-        "llama": small(**bert, num_key_value_heads=2),
-        "bert": small(**bert),
-        "vit": {**bert, "image_size": 32, "patch_size": 8},
-        "t5": small(d_model=64, d_ff=128, d_kv=16, num_layers=3, num_heads=4),
-        "resnet": {"embedding_size": 16, "hidden_sizes": [16, 32], "depths": [2, 2]},
-    }
-    config = AutoConfig.for_model(name, **sizes[name])
-    if name == "t5":
-        config.decoder_start_token_id = 0
-    if name == "resnet":
-        config.layer_type = "basic"
-    kinds = {
-        "gpt2": "GPT2LMHeadModel",
-        "llama": "LlamaForCausalLM",
-        "bert": "BertForSequenceClassification",
-        "vit": "ViTForImageClassification",
-        "t5": "T5ForConditionalGeneration",
-        "resnet": "ResNetForImageClassification",
-    }
-    return getattr(getattr(families, name), kinds[name])(config)
-
-
-SAMPLES = {
-    "gpt2": tokens,
-    "llama": tokens,
-    "bert": classes,
-    "vit": pictures,
-    "t5": tokens,
-    "resnet": pictures,
-}
-
-
-class Held(LiveBytes):
-    """Counts what storages have at each operator, also where they are resized."""
-
-    def __init__(self):
-        super().__init__()
-        self._held = {}
-
-    def know(self, tensors):
-        for tensor in tensors:
-            self._add(local_part(tensor))
-
-    def _add(self, tensor):
-        storage = tensor.untyped_storage()
-        key = id(storage)
-        if key not in self._held:
-            self._held[key] = weakref.ref(storage, lambda _: self._held.pop(key, None))
-
-    def _handle(self, func, _, args, kwargs):
-        output = func(*args, **kwargs)
-        for tensor in leaf_tensors([output]):
-            self._add(local_part(tensor))
-        held = [storage() for storage in list(self._held.values())]
-        self.peak = max(self.peak, sum(one.nbytes() for one in held if one is not None))
-        return output
 
 
 def measured(name, config):
@@ -134,19 +45,6 @@ def measured(name, config):
             optimizer.step()
             optimizer.zero_grad()
     return held.peak
-
-
-def request(memory, world=2):
-    return AdviceRequest(
-        target="", world=world, memory=memory, batch=None, optimizer="adam", is_host=True
-    )
-
-
-def advice(name, memory):
-    with torch.device("meta"):
-        net = model(name)
-    sample = [{key: x.to("meta") for key, x in SAMPLES[name](2).items()}]
-    return advise_model(net, sample, LOCAL, request(memory))
 
 
 @pytest.mark.slow
@@ -210,9 +108,10 @@ def test_the_first_that_fits_is_the_cheapest(memory, name):
         root=GIB // 16,
         padding=0,
     )
+    peaks = Peaks(4 * GIB, GIB // 8)
     found = (
         one.name
         for one in techniques(1, can_recompute=True, world=8)
-        if rank_bytes(one, sizes, (4 * GIB, GIB // 8, 0), 0, world=8, is_host=False) <= memory * GIB
+        if rank_bytes(one, sizes, peaks, 0, world=8, is_host=False) <= memory * GIB
     )
     assert next(found, "") == name

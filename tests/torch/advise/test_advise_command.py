@@ -12,7 +12,7 @@ import yaml
 from msrun.cli.main import main
 from msrun.parallel.config_file import read_config
 
-pytestmark = pytest.mark.torch
+pytestmark = [pytest.mark.torch, pytest.mark.own_process]
 
 MODEL = """
 import torch

@@ -249,7 +249,9 @@ def refused(config, change=None):
 
 
 def one_step(config, change):
-    rt, batch = msrun.init(config), tokens()
+    rt = msrun.init(config)
+    torch.manual_seed(7)  # stages read the same data
+    batch = tokens()
     net = rt.shard(gpt(), sample=batch)
     optimizer = rt.optimizer(torch.optim.SGD(net.parameters(), lr=0.1))
     rt.step(net, optimizer, given, *(x[:, :change] for x in batch), batch[1])

@@ -197,3 +197,52 @@ def test_a_loss_may_depend_on_no_output(axes, pipeline):
         assert said == "the loss of no rank depends on a parameter that is trained"
         for name, weight in weights.items():
             torch.testing.assert_close(weight, want[name].detach(), rtol=0, atol=1e-9)
+
+
+def calls_of(rt, model, x, uses):
+    """Return what the backward pass of two calls raises on a rank that uses so many."""
+    first, second = model(x)[0], model(x * 0.5)[0]
+    losses = [first.square().mean(), second.square().mean()]
+    try:
+        sum(losses[2 - uses[rt.rank] :]).backward()
+    except msrun.RanksDisagreeError as error:
+        return error.message
+    return ""
+
+
+def gradients_of_calls(axes):
+    """Return refusals of calls that one rank does not use, and gradients where each uses one."""
+    rt = msrun.init({"mode": "auto", "mesh": axes})
+    share, count = rt.coordinate.get("dp", 0), rt.layout.axes.get("dp", 1)
+    x = next(batches())[0].chunk(count)[share]
+    model = rt.shard(build(), sample=[x])
+    said = [calls_of(rt, model, x, uses) for uses in ((1, 2), (2, 1))]
+    model.zero_grad()
+    said.append(calls_of(rt, model, x, (2, 2)))
+    two = {n: full_tensor(p.grad) for n, p in model.named_parameters() if p.grad is not None}
+    model.zero_grad()
+    said.append(calls_of(rt, model, x, (1, 1)))
+    one = {n: full_tensor(p.grad) for n, p in model.named_parameters() if p.grad is not None}
+    return said, two, one
+
+
+@pytest.mark.parametrize("axes", [{"dp": 2}])
+def test_ranks_that_use_other_numbers_of_calls_are_refused(axes):
+    x = next(batches())[0]
+    model = build()
+    wanted = []
+    for factors in ((1.0, 0.5), (0.5,)):
+        model.zero_grad()
+        sum(model(x * factor)[0].square().mean() for factor in factors).backward()
+        named = model.named_parameters()
+        wanted.append({name: p.grad.clone() for name, p in named if p.grad is not None})
+    for said, two, one in run_warm(gradients_of_calls, 2, axes):
+        for text, ranks in zip(said[:2], ((0, 1), (1, 0)), strict=True):
+            assert text == (
+                f"parallel.mode: auto: the loss of rank {ranks[0]} depends on 1 of 2 calls of the "
+                f"model, and that of rank {ranks[1]} on 2; ranks run their backward steps together"
+            )
+        assert said[2:] == ["", ""]
+        for found, want in zip((two, one), wanted, strict=True):
+            for name, gradient in want.items():
+                torch.testing.assert_close(found[name], gradient, rtol=0, atol=1e-9)

@@ -7,7 +7,7 @@ from functools import partial
 import pytest
 import torch
 from auto_models import MODELS
-from ranks import run_warm
+from ranks import Counted, run_warm
 
 import msrun
 from msrun.errors import UsageError
@@ -151,3 +151,28 @@ def test_plans_with_wishes_learn_what_one_process_does(name, rules, mode):
     config = {"mesh": MESH, "search": mode, "plan": rules}
     for losses in run_warm(partial(train, name), 4, config):
         assert losses == pytest.approx(want, abs=1e-6)
+
+
+def moved(rules, mesh):
+    """Return losses, and the all-to-alls of a step."""
+    rt = msrun.init({"mode": "auto", "mesh": mesh, "plan": rules})
+    torch.manual_seed(0)
+    net = MODELS["gpt"][0]()
+    torch.manual_seed(1)
+    batches = [MODELS["gpt"][1]() for _ in range(2)]
+    net = rt.shard(net, sample=batches[0])
+    optimizer = rt.optimizer(torch.optim.SGD(net.parameters(), lr=0.1))
+    losses = []
+    for both in batches:
+        with Counted() as counted:
+            losses.append(rt.step(net, optimizer, lambda out, _: out, *both, both[1]).item())
+    return losses, counted.calls["all_to_all_single"]
+
+
+def test_a_plan_that_moves_shards_does_so_by_all_to_alls_and_learns_the_same():
+    """Tokens are divided where `up` reads, and columns where it hands on."""
+    rules = [{"match": "blocks.0.up", "in": [None, "tp", None], "out": [None, None, "tp"]}]
+    ((want, _),) = run_warm(partial(moved, []), 1, {"tp": 1})
+    for losses, count in run_warm(partial(moved, rules), 2, {"tp": 2}):
+        assert losses == pytest.approx(want, abs=1e-6)
+        assert count >= 2  # forward, and the gradient on its way back

@@ -11,8 +11,8 @@ from test_grid import V, pp
 import msrun
 from msrun.parallel.checkpoint import strategy_file
 from msrun.parallel.config import ParallelConfig
-from msrun.parallel.layout import MeshLayout
 from msrun.parallel.local import local_part
+from msrun.parallel.notation.mesh_layout import MeshLayout
 from msrun.parallel.settings.plan_rules import PlanRule
 
 pytestmark = pytest.mark.torch

@@ -60,6 +60,16 @@ class Text(nn.Module):
         return self.head(x)
 
 
+class Paired(Text):
+    """Attends by a mask of pairs of tokens, such as of documents."""
+
+    def forward(self, x, pairs):
+        x = self.words(x) + self.position(x)
+        for block in self.blocks:
+            x = block(x, pairs.unsqueeze(1) if pairs.dim() == 3 else pairs)
+        return self.head(x)
+
+
 class Table(Text):
     """Positions are the first rows of a table."""
 

@@ -4,7 +4,7 @@ from functools import partial
 
 import pytest
 import torch
-from context_models import TOKENS, Fixed, Table, Text, batches, build, loss_fn, trained
+from context_models import TOKENS, Fixed, Paired, Table, Text, batches, build, loss_fn, trained
 from ranks import Counted, run_warm
 from torch import nn
 from torch.nn import functional
@@ -26,6 +26,11 @@ RING = {**RULE, "kind": "ring"}
 TWO = {"mesh": {"cp": 2}, "plan": [RULE]}
 KEEP = torch.ones(4, TOKENS, dtype=torch.bool)
 KEEP[0, 5:] = KEEP[2, :1] = False
+# Documents of unequal lengths, also across the parts of ranks.
+NUMBERS = torch.tensor(
+    [[0, 0, 0, 1, 1, 1, 1, 2], [0] * 8, [0, 1, 1, 1, 2, 2, 2, 2], [0] * 4 + [1] * 4]
+)
+PAIRS = (NUMBERS[:, :, None] == NUMBERS[:, None, :]).tril()
 MODELS = {
     "positions by a range": (Text, None),
     "positions by a table": (Table, None),
@@ -33,6 +38,12 @@ MODELS = {
     "two heads of keys": (partial(Text, key_heads=2), None),
     "one head of keys, all see all": (partial(Text, key_heads=1, is_causal=False), None),
     "a mask of keys": (partial(Text, is_causal=False), KEEP),
+    "a mask of pairs": (partial(Paired, is_causal=False), PAIRS),
+}
+# Of every head, for masks of whole sequences on each rank; for all samples.
+MORE = {
+    "a mask of pairs of whole sequences": (partial(Paired, is_causal=False), PAIRS[:, None]),
+    "one of every head": (partial(Paired, is_causal=False), PAIRS[:, None].repeat(1, 4, 1, 1)),
 }
 CONFIGS = {
     "cp 2": (2, TWO),
@@ -77,7 +88,7 @@ def alone():
 
     def of(name):
         if name not in known:
-            known[name] = run_warm(trained, 1, {}, *MODELS[name])[0]
+            known[name] = run_warm(trained, 1, {}, *(MODELS | MORE)[name])[0]
         return known[name]
 
     return of
@@ -92,10 +103,10 @@ def test_two_ranks_with_parts_of_sequences_equal_one_process(name, rule, alone):
 
 @pytest.mark.slow
 @pytest.mark.parametrize("case", CONFIGS)
-@pytest.mark.parametrize("name", MODELS)
+@pytest.mark.parametrize("name", MODELS | MORE)
 def test_parts_of_sequences_with_other_techniques_equal_one_process(name, case, alone):
     ranks, config = CONFIGS[case]
-    for found in run_warm(trained, ranks, config, *MODELS[name]):
+    for found in run_warm(trained, ranks, config, *(MODELS | MORE)[name]):
         assert_equal(found, alone(name))
 
 

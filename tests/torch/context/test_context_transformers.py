@@ -55,6 +55,14 @@ CONFIGS = {
 }
 
 
+ACCUMULATED = {
+    "ring, accumulate 2": (
+        2,
+        {**CONFIGS["cp 2"][1], "accumulate": 2, "plan": [{**RULE, "kind": "ring"}]},
+    )
+}
+
+
 def batch(*, is_padded):
     """Return texts whose labels are the words, and the mask of their padding."""
     words = torch.randint(1, 40, (4, 16), generator=torch.Generator().manual_seed(4))
@@ -98,6 +106,72 @@ def _learn(config, name, is_padded):
     return trained(config, name, is_padded=is_padded)
 
 
+def packed():
+    """Return texts of several documents each, also across the parts of ranks."""
+    found = batch(is_padded=False)
+    del found["attention_mask"]
+    lengths = [[5, 4, 7], [16], [1, 14, 1], [8, 8]]
+    found["position_ids"] = torch.stack(
+        [torch.cat([torch.arange(size) for size in sizes]) for sizes in lengths]
+    )
+    return found
+
+
+def learned(config, name, texts, uses_cache):
+    """Return losses and weights after steps on the same texts."""
+    with msrun.init(config) as rt:
+        torch.manual_seed(3)
+        model = rt.shard(MODELS[name]().double())
+        optimizer = rt.optimizer(torch.optim.SGD(model.parameters(), lr=0.1, momentum=0.9))
+        ranks, rank = rt.layout.size("dp"), rt.coordinate.get("dp", 0)
+        given = {key: tensor for key, tensor in texts.items() if tensor is not None}
+        part = {key: tensor.tensor_split(ranks)[rank] for key, tensor in given.items()}
+        part["use_cache"] = uses_cache
+        losses = [rt.step(model, optimizer, part) for _ in range(3)]
+        weights = {key: full_tensor(p.detach()) for key, p in model.named_parameters()}
+        return torch.stack(losses), weights
+
+
+@pytest.mark.parametrize("uses_cache", [False, True])
+@pytest.mark.parametrize("name", ["Llama", "Llama, checkpointed"])
+def test_parts_of_packed_documents_equal_whole_texts(name, uses_cache):
+    losses, weights = run_warm(learned, 1, {}, name, packed(), uses_cache)[0]
+    others, _ = run_warm(learned, 1, {}, name, packed() | {"position_ids": None}, uses_cache)[0]
+    # With a cache transformers looks for no documents; checkpointed layers have none.
+    has_documents = not uses_cache or "checkpointed" in name
+    assert bool((losses - others).abs().max() > 1e-4) is has_documents
+    for ranks, config in (CONFIGS | ACCUMULATED).values():
+        for found, after in run_warm(learned, ranks, config, name, packed(), uses_cache):
+            torch.testing.assert_close(found, losses, rtol=0, atol=4e-6)
+            for key, weight in weights.items():
+                torch.testing.assert_close(after[key], weight, rtol=0, atol=1e-6)
+
+
+def saved(config):
+    """Return the bytes that a step on documents keeps for its backward pass, beside weights."""
+    kept = {}
+    with msrun.init(config) as rt:
+        model = rt.shard(llama())
+        optimizer = rt.optimizer(torch.optim.SGD(model.parameters(), lr=0.1))
+        own = {p.untyped_storage().data_ptr() for p in model.parameters()}
+
+        def keep(x):
+            if (storage := x.untyped_storage()).data_ptr() not in own:
+                kept[storage.data_ptr()] = storage  # alive, so that no other takes its place
+            return x
+
+        with torch.autograd.graph.saved_tensors_hooks(keep, lambda x: x):
+            rt.step(model, optimizer, packed() | {"use_cache": False})
+    return sum(storage.nbytes() for storage in kept.values())
+
+
+@pytest.mark.parametrize("kind", ["all_to_all", "ring"])
+def test_activations_of_documents_fall_with_the_number_of_ranks(kind):
+    alone = run_warm(saved, 1, {})[0]
+    config = {"mesh": {"cp": 2}, "plan": [{**RULE, "kind": kind}]}
+    assert max(run_warm(saved, 2, config)) <= 1.15 * alone / 2
+
+
 def mistral():
     return transformers.MistralForCausalLM(transformers.MistralConfig(**SIZES, sliding_window=8))
 
@@ -124,14 +198,6 @@ def refusals():
             with pytest.raises(ModelError) as error:
                 rt.step(model, optimizer, batch(is_padded=False))
             found[words] = error.value.message
-        model = rt.shard(llama())
-        optimizer = rt.optimizer(torch.optim.SGD(model.parameters(), lr=0.1))
-        packed = batch(is_padded=False)
-        del packed["attention_mask"]
-        packed["position_ids"] = torch.arange(8).repeat(4, 2)
-        with pytest.raises(ModelError) as error:
-            rt.step(model, optimizer, packed)
-        found["position_ids that begin anew"] = error.value.message
     return found
 
 

@@ -1,5 +1,6 @@
 """Multiple copies: slices of a batch take turns, and learn what one process learns."""
 
+import contextlib
 import datetime as dt
 import threading
 
@@ -34,6 +35,20 @@ GRID = [
     {"match": "layers.*.down", "style": "2d", "axes": ["y", "x"]},
     {"match": "*norm*", "style": "2d", "axes": ["x", "y"]},
 ]
+STAGES = {"embed": 0, "position": 0, "layers.0": 0, "layers.1": 1, "norm": 1, "head": 1}
+VIRTUAL = {"embed": [0, 0], "position": [0, 0], "layers.0": [1, 0], "layers.1": [0, 1]} | {
+    "norm": [1, 1],
+    "head": [1, 1],
+}
+PP_TP = {
+    "mesh": {"pp": 2, "tp": 2},
+    "plan": LAYERS,
+    "pipeline": {"stages": STAGES, "microbatches": 2},
+}
+
+
+def staged(**pipeline):
+    return PP_TP | {"pipeline": PP_TP["pipeline"] | pipeline}
 
 
 def cases():
@@ -49,6 +64,19 @@ def cases():
     yield 4, 2, DP_TP | {"optimizer": {"zero": 2}, "accumulate": 2}
     yield 4, 2, {"mesh": {"x": 2, "y": 2}, "plan": GRID}
     yield 1, 2, {"mesh": {"tp": 1}, "plan": LAYERS}
+    yield 4, 2, PP_TP
+    yield 4, 2, PP_TP | RECOMPUTE
+    yield 4, 2, PP_TP | COMM_SAVED
+    yield 4, 3, staged(microbatches=1, schedule="gpipe")
+    yield 4, 4, staged(microbatches=4, schedule="gpipe")
+    for schedule in ("interleaved", "looped_bfs", "interleaved_zb"):
+        yield 4, 2, staged(stages=VIRTUAL, schedule=schedule)
+    for schedule in ("zbv", "dualpipev"):
+        v = VIRTUAL | {"layers.1": [1, 1], "norm": [0, 1], "head": [0, 1]}
+        yield 4, 2, staged(stages=v, schedule=schedule, microbatches=4)
+    for options in ({}, {"optimizer": {"zero": 1}}, {"optimizer": {"zero": 2}}, RECOMPUTE):
+        yield 8, 2, PP_TP | {"mesh": {"pp": 2, "dp": 2, "tp": 2}} | options
+    yield 2, 2, {"mesh": {"pp": 2, "tp": 1}, "plan": LAYERS, "pipeline": PP_TP["pipeline"]}
 
 
 CASES = {
@@ -79,11 +107,14 @@ class Delayed(TorchDispatchMode):
 
     Args:
         store: What both ranks see.
+        ranks: The one that computes, and the one that waits for it.
+        last: Each so many reductions are those of one backward pass and what comes before it.
     """
 
-    def __init__(self, store):
+    def __init__(self, store, ranks=(0, 1), last=REDUCTIONS):
         super().__init__()
-        self.store = store
+        self.store, self.last = store, last
+        self.quick, self.slow = ranks
         self.begun = self.multiplied = 0
 
     def __torch_dispatch__(self, func, types, args=(), kwargs=None):
@@ -93,11 +124,11 @@ class Delayed(TorchDispatchMode):
         if name == "all_reduce":
             self.begun += 1
             # Behind the last one of backward nothing is left to multiply.
-            if dist.get_rank() == 1 and self.begun < REDUCTIONS:
+            if dist.get_rank() == self.slow and self.begun % self.last:
                 self.store.wait([str(self.begun)], dt.timedelta(seconds=30))
         elif name in ("mm", "addmm", "bmm") and self.begun > self.multiplied:
             self.multiplied = self.begun
-            if dist.get_rank() == 0:
+            if dist.get_rank() == self.quick:
                 self.store.set(str(self.begun), "")
         return func(*args, **(kwargs or {}))
 
@@ -119,6 +150,28 @@ def test_a_collective_is_on_its_way_while_another_copy_computes(tmp_path):
     found = run_warm(overlapped, 2, str(tmp_path / "store"), 2)
 
     assert [count for count, _ in found] == [REDUCTIONS, REDUCTIONS]
+
+
+def overlapped_in_stage(path):
+    """Return the same of the last of two stages, of two micro-batches of two copies."""
+    runtime = msrun.init(PP_TP | {"copies": 2})
+    network = runtime.shard(build("transformer"))
+    update = OPTIMIZERS["sgd"](network.parameters())
+    first, second = batches("transformer", steps=2)
+    runtime.step(network, update, MODELS["transformer"][1], *first)
+    is_last = runtime.coordinate["pp"] == 1
+    # Two forward and two backward, of one layer, of each of two copies.
+    delayed = Delayed(dist.FileStore(path, 2), ranks=(2, 3), last=8)
+    with delayed if is_last else contextlib.nullcontext():
+        runtime.step(network, update, MODELS["transformer"][1], *second)
+    return delayed.begun
+
+
+@pytest.mark.slow
+def test_copies_overlap_in_a_stage(tmp_path):
+    found = run_warm(overlapped_in_stage, 4, str(tmp_path / "store"))
+
+    assert found[2:] == [16, 16]
 
 
 def dropped(config):
@@ -179,6 +232,43 @@ def failing(model, count):
     except (UsageError, ZeroDivisionError) as error:
         return str(error).partition("\n")[0], threading.active_count() - before
     return "nothing", 0
+
+
+STAGED = {
+    "mesh": {"pp": 2},
+    "pipeline": {"stages": {"first": 0, "second": 1}, "microbatches": 2},
+    "plan": [{"match": "*up", "style": "colwise"}, {"match": "*down", "style": "rowwise"}],
+}
+
+
+class Two(nn.Module):
+    """Has two stages, of which the second leaves an activation in an attribute."""
+
+    def __init__(self):
+        super().__init__()
+        self.first, self.second = nn.Linear(16, 16), Leaving()
+
+    def forward(self, x):
+        return self.second(self.first(x))
+
+
+def failing_in_stage():
+    """Return what the first step raises."""
+    runtime = msrun.init(STAGED | {"mesh": {"pp": 2, "tp": 2}, "copies": 2})
+    network = runtime.shard(Two())
+    update = OPTIMIZERS["sgd"](network.parameters())
+    try:
+        runtime.step(network, update, functional.cross_entropy, *batches("mlp")[0])
+    except UsageError as error:
+        return error.message
+    return "nothing"
+
+
+@pytest.mark.slow
+def test_what_copies_would_mix_up_in_a_stage_is_refused_on_all_ranks():
+    said = "parallel.copies: each copy sets second.kept in its forward, and copies take turns "
+
+    assert run_warm(failing_in_stage, 4) == 4 * [said + "inside of it"]
 
 
 def test_what_copies_would_mix_up_is_refused_in_the_first_step():

@@ -205,6 +205,42 @@ def test_a_method_of_a_block_may_use_what_stays_gathered():
     ]
 
 
+class WritesInput(nn.Module):
+    """Has a layer that writes what the layer before it returned."""
+
+    class Layer(nn.Linear):
+        def forward(self, x):
+            return super().forward(x.mul_(0.5) if x.requires_grad else x)
+
+    def __init__(self):
+        super().__init__()
+        self.layers = nn.Sequential(self.Layer(16, 16), self.Layer(16, 10))
+
+    def forward(self, x):
+        return self.layers(x)
+
+
+def in_plain_loops(level, kinds):
+    """Return the sentence of each kind of model in a loop of the script."""
+    found = []
+    for kind in kinds:
+        model = msrun.init(zero(level)).shard(kind())
+        with pytest.raises(UsageError) as caught:
+            model(torch.ones(2, 16)).sum().backward()
+        found.append(caught.value.message)
+    return found
+
+
+@pytest.mark.parametrize("level", [1, 3])
+def test_plain_loops_are_told_the_same(level):
+    sentence = (
+        "parallel.optimizer.zero: a module writes its input in place, which is a view of what "
+        "torch watches there"
+    )
+    outside = NOT_GATHERED.format(level, "first, head")
+    assert run_warm(in_plain_loops, 2, level, [WritesInput, Outside]) == 2 * [[sentence, outside]]
+
+
 def test_what_code_uses_by_itself_is_no_unit():
     layers = {f"layers.{at}" for at in range(4)}
     assert units_used_outside(Seen(), layers) == {"layers.0", "layers.3"}

@@ -72,7 +72,7 @@ def alone():
 
 
 def test_every_configuration_belongs_to_a_script():
-    assert (len(DIGITS), len(LM), len(MOE), len(HF)) == (8, 5, 2, 3)
+    assert (len(DIGITS), len(LM), len(MOE), len(HF)) == (8, 5, 2, 5)
     # `test_ctr` trains with parameter servers.
     assert {*DIGITS, *LM, *MOE, *HF, "ctr_servers"} == set(CONFIGS)
 
@@ -129,19 +129,19 @@ def test_a_mixture_of_experts_is_trained_as_in_one_process(name, tmp_path):
 
 @pytest.mark.slow
 @pytest.mark.filterwarnings("ignore:msrun. .* is computed whole on every rank")
-@pytest.mark.parametrize("name", HF)
-def test_a_model_of_transformers_is_trained_as_in_one_process(name, tmp_path):
+@pytest.mark.parametrize(("name", "ranks"), [*((name, 4) for name in HF), ("hf_pp_dp_tp", 8)])
+def test_a_model_of_transformers_is_trained_as_in_one_process(name, ranks, tmp_path):
     pytest.importorskip("transformers")
     paths = [tmp_path / "alone.json", tmp_path / "losses.json"]
-    saved = [str(tmp_path / name) for name in ("of one", "of four")]
+    saved = [str(tmp_path / name) for name in ("of one", "of all")]
     run_warm(finetune, 1, None, None, saved[0], str(paths[0]))
-    run_warm(finetune, 4, CONFIGS[name], None, saved[1], str(paths[1]))
+    run_warm(finetune, ranks, CONFIGS[name], None, saved[1], str(paths[1]))
     alone, losses = (json.loads(path.read_text()) for path in paths)
 
     assert losses == pytest.approx(alone, rel=1e-6)
     assert len(alone) == 3
     run_warm(finetune, 1, None, saved[1], None, str(paths[0]))
-    run_warm(finetune, 4, CONFIGS[name], saved[0], None, str(paths[1]))
+    run_warm(finetune, ranks, CONFIGS[name], saved[0], None, str(paths[1]))
     gone_on, losses = (json.loads(path.read_text()) for path in paths)
     assert losses == pytest.approx(gone_on, rel=1e-5)
     assert gone_on[0] < alone[0]

@@ -27,10 +27,10 @@ LAYOUTS = {
 QUICK = ("one", "zero")
 
 
-def step_from(config, path, *, is_first):
+def step_from(config, path, name, *, is_first):
     """Train a step, after loading unless it is the first, which is saved; return the loss."""
     rt = msrun.init(config)
-    model = rt.shard(build("top 2"))
+    model = rt.shard(build(name))
     update = rt.optimizer(torch.optim.AdamW(model.parameters(), lr=0.01))
     if not is_first:
         with torch.no_grad():
@@ -47,24 +47,24 @@ def step_from(config, path, *, is_first):
     return losses
 
 
-def first_step(config, path):
-    return step_from(config, path, is_first=True)
+def first_step(config, path, name="top 2"):
+    return step_from(config, path, name, is_first=True)
 
 
-def later_steps(config, path):
-    return step_from(config, path, is_first=False)
+def later_steps(config, path, name="top 2"):
+    return step_from(config, path, name, is_first=False)
 
 
-def continued(layouts, folder):
+def continued(layouts, folder, name="top 2"):
     """Return the losses after a checkpoint of one layout was loaded in another."""
     found = {}
     for saver in layouts:
         path = str(folder / saver)
         ranks, config = LAYOUTS[saver]
-        run_warm(first_step, ranks, config, path)
+        run_warm(first_step, ranks, config, path, name)
         for loader in layouts:
             readers, other = LAYOUTS[loader]
-            found[saver, loader] = run_warm(later_steps, readers, other, path)[0]
+            found[saver, loader] = run_warm(later_steps, readers, other, path, name)[0]
     return found
 
 
@@ -81,10 +81,10 @@ def test_checkpoints_go_from_any_layout_to_any_other(tmp_path):
     assert found == dict.fromkeys(found, pytest.approx(found["one", "one"], abs=2e-6))
 
 
-def whole_weights(config):
+def whole_weights(config, name="top 2"):
     """Return the whole state dict, after a step."""
     rt = msrun.init(config)
-    model = rt.shard(build("top 2"))
+    model = rt.shard(build(name))
     update = rt.optimizer(torch.optim.SGD(model.parameters(), lr=0.1))
     share, count = rt.coordinate.get("dp", 0), rt.layout.size("dp")
     part = [t.chunk(count)[share] for t in texts(1)[0]]

@@ -58,7 +58,7 @@ class Unlike(Mixture):
 
 
 class Listed(nn.Module):
-    """Experts as a list, of which the block calls those that have tokens."""
+    """Experts as a list that no forward calls."""
 
     def __init__(self):
         super().__init__()
@@ -82,8 +82,8 @@ UNLIKE = (
     "(rows, k), and the weights of these (rows, k)"
 )
 LISTED = (
-    "parallel.plan[0].style: experts over ep is for a module that has the weights of all experts "
-    "in 3-D parameters, not layers.0.mlp.experts (ModuleList)"
+    "layers.0.mlp.experts of style experts over ep: layers.0.mlp has no forward of its own that "
+    "could call its members"
 )
 CASES = {
     "normalising": (lambda: Mixture(Normalising), APART),

@@ -10,6 +10,7 @@ from ranks import run_warm
 import msrun
 from msrun.errors import ModelError
 from msrun.parallel.local import full_tensor
+from msrun.parallel.uneven_rows.rows import rows_of
 
 transformers = pytest.importorskip("transformers")
 
@@ -44,7 +45,23 @@ def _made(kind, sizes, **more):
     return getattr(transformers, f"{kind}ForCausalLM")(config)
 
 
+SWITCH = {
+    "vocab_size": 40, "d_model": 16, "d_kv": 4, "d_ff": 32, "num_layers": 2,
+    "num_decoder_layers": 2, "num_heads": 4, "num_experts": 4, "expert_capacity": 3,
+    "num_sparse_encoder_layers": 1, "num_sparse_decoder_layers": 1, "dropout_rate": 0.0,
+    "router_jitter_noise": 0.0, "pad_token_id": 0, "decoder_start_token_id": 0,
+}  # fmt: skip
+
+
+def _of_sequences(kind, sizes):
+    config = getattr(transformers, f"{kind}Config")(**sizes)
+    return getattr(transformers, f"{kind}ForConditionalGeneration")(config)
+
+
 MODELS = {
+    "SwitchTransformers": lambda: _of_sequences("SwitchTransformers", SWITCH),
+    "OLMoE": lambda: _made("Olmoe", SIZES, num_experts=4, num_experts_per_tok=2),
+    "GraniteMoE": lambda: _made("GraniteMoe", SIZES, num_local_experts=4, num_experts_per_tok=2),
     "Mixtral": lambda: _made("Mixtral", SIZES, num_local_experts=4),
     "Mixtral, a loop": lambda: _made(
         "Mixtral", SIZES, num_local_experts=4, experts_implementation="eager"
@@ -114,15 +131,23 @@ def difference(name, config):
         gaps.append(abs(loss.item() - expected.item()))
     there = dict(whole.named_parameters())
     for param_name, param in model.named_parameters():
-        if param.grad is None:
+        if param.grad is None or (rows_of(param) and not param.numel()):
             continue
         gap = full_tensor(param.grad) - there[param_name].grad
         gaps.append(gap.abs().max().item())
     return max(gaps)
 
 
-@pytest.mark.parametrize("config", CONFIGS)
-@pytest.mark.parametrize("name", MODELS)
+# The loss of SwitchTransformers is not known as a mean over tokens where a step has several parts.
+CASES = [
+    (name, config)
+    for name in MODELS
+    for config in CONFIGS
+    if name != "SwitchTransformers" or "accumulate" not in config
+]
+
+
+@pytest.mark.parametrize(("name", "config"), CASES)
 def test_a_mixture_of_transformers_trains_as_in_one_process(name, config):
     ranks, options = CONFIGS[config]
     found = run_warm(difference, ranks, name, {"plan": [RULE], **options})

@@ -7,7 +7,7 @@ from hypothesis import strategies as st
 from ranks import assert_equal_curves, build, run_warm
 from torch import nn
 from torch.nn import functional
-from torch.utils.data import TensorDataset
+from torch.utils.data import DataLoader, TensorDataset
 
 import msrun
 from msrun.errors import UsageError
@@ -279,6 +279,7 @@ class WithLoss(nn.Module):
 def refused_at_once(config, samples, batch_size, returns_loss):
     """Return what refuses a loop, and after how many steps; None if nothing does."""
     runtime = msrun.init(config)
+    torch.manual_seed(7)  # stages read the same data
     data = TensorDataset(torch.randn(samples, 16), torch.randint(0, 10, (samples,)))
     network = WithLoss() if returns_loss else build("mlp")
     sample = data[:batch_size] if returns_loss else data[:batch_size][:1]
@@ -326,3 +327,24 @@ def test_a_last_batch_that_no_step_could_run_is_refused_in_the_first(
 ):
     expected = sentence and (f"parallel.{sentence}", 0)
     assert run_warm(refused_at_once, 2, config, samples, 8, returns_loss) == [expected] * 2
+
+
+def read_by_another():
+    """Make a loader of the sampler of ours, as Accelerator.prepare does."""
+    ours = msrun.init().loader(numbers(), 4)
+    theirs = DataLoader(ours.dataset, batch_sampler=ours.batch_sampler)
+    assert len(next(iter(ours))[0]) == 4
+    try:
+        return [batch.tolist() for (batch,) in theirs]
+    except UsageError as error:
+        return error.message
+
+
+def test_another_loader_does_not_divide_the_part_of_a_rank_again():
+    sentence = "another loader reads the batches of rt.loader, which are this rank's part already"
+    assert run_warm(read_by_another, 2) == [sentence] * 2
+
+
+def test_in_one_process_another_loader_reads_all():
+    found = run_warm(read_by_another, 1)[0]
+    assert [n for batch in found for n in batch] == list(range(22))

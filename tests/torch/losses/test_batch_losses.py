@@ -311,6 +311,62 @@ def test_ranks_with_losses_of_different_kinds_are_refused():
     assert run_warm(refusal, 2, {}, "mean", "sum") == [(sentence, True)] * 2
 
 
+def balanced(output, target):
+    """Weigh a second loss so that it is as large as the first."""
+    first, second = functional.cross_entropy(output, target), output.square().mean()
+    return first + second * (first.detach() / second.detach())
+
+
+def by_confidence(output, target):
+    return functional.cross_entropy(output, target) * output.softmax(-1).amax(-1).mean().item()
+
+
+def by_the_mean_of_all(output, target):
+    first, second = functional.cross_entropy(output, target), output.square().mean()
+    runtime = msrun.init()
+    factors = [runtime.mean_over_data(loss.detach()) for loss in (first, second)]
+    return first + second * (factors[0] / factors[1])
+
+
+def weighed(config, *losses):
+    """Return the sentence of each loss; or the loss and weights that it comes to."""
+    found = []
+    for loss_fn in losses:
+        rt = msrun.init(config)
+        torch.manual_seed(1)
+        batch = torch.randn(8, 3, dtype=torch.float64)
+        model = rt.shard(nn.Linear(3, 4).double())
+        update = torch.optim.SGD(model.parameters(), lr=0.1)
+        share, count = (rt.rank, 2) if config is not None else (0, 1)
+        x = batch.chunk(count)[share]
+        y = torch.arange(8).remainder(4).chunk(count)[share]
+        try:
+            loss = rt.step(model, rt.optimizer(update), loss_fn, x, y)
+        except ModelError as error:
+            found.append(error.message)
+        else:
+            weights = torch.cat([p.detach().flatten() for p in model.parameters()])
+            found.append([loss.item(), *weights.tolist()])
+    return found
+
+
+def test_factors_that_parts_have_others_of_are_refused():
+    sentence = (
+        "the loss multiplies a mean by a number that other parts of the batch have another of, "
+        "such as the value of a loss without its gradient, so the losses of parts do not make that "
+        "of the batch; no weight was changed"
+    )
+    for config in ({}, {"accumulate": 2}, {"optimizer": {"zero": 3}}):
+        found = run_warm(weighed, 2, config, balanced, by_confidence)
+        assert found == [[sentence] * 2] * 2
+
+
+def test_factors_that_all_ranks_have_are_right():
+    expected = run_warm(weighed, 1, None, balanced)[0]
+    for found in run_warm(weighed, 2, {}, by_the_mean_of_all):
+        assert found[0] == pytest.approx(expected[0])
+
+
 def within_parts():
     rt = msrun.init({"accumulate": 2})
     model = rt.shard(nn.Linear(3, 4))

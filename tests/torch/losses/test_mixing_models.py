@@ -5,7 +5,15 @@ from functools import partial
 
 import pytest
 import torch
-from mixing_functions import BY_POSITION, MIXING, RIGHT, WIDTH, normal
+from mixing_functions import (
+    BY_POSITION,
+    MIXING,
+    RIGHT,
+    WIDTH,
+    first_sample_is_the_reference,
+    in_chunks,
+    normal,
+)
 from ranks import run_warm
 from torch import nn
 from torch.nn import functional
@@ -167,6 +175,45 @@ def test_statistics_of_parts_are_accepted_if_they_are_meant(accumulate):
     config = {"batch_norm": "local", "accumulate": accumulate}
 
     assert run_warm(trained, 2, config, normal) == [([], False)] * 2
+
+
+def of_loader(between, config, samples=SAMPLES):
+    """Return what is said of steps on batches of `rt.loader`, and whether weights changed."""
+    rt = msrun.init(config)
+    torch.manual_seed(0)
+    model = rt.shard(Network(between))
+    optimizer = rt.optimizer(torch.optim.SGD(model.parameters(), lr=0.1))
+    before = [param.detach().clone() for param in model.parameters()]
+    x, target = batch(4 * SAMPLES)
+    rows = [{"x": row, "target": label} for row, label in zip(x, target, strict=True)]
+    said = ""
+    with warnings.catch_warnings(record=True) as caught:
+        warnings.simplefilter("always")
+        for found in rt.loader(rows, batch_size=samples):
+            try:
+                rt.step(model, optimizer, found)
+            except ModelError as error:
+                said = error.message
+    said += "".join(str(item.message) for item in caught if "by their position" in str(item))
+    is_same = all(map(torch.equal, before, (p.detach() for p in model.parameters())))
+    rt.close()
+    return said, is_same
+
+
+@pytest.mark.parametrize("config", [{}, {"optimizer": {"zero": 1}}], ids=["dp", "zero 1"])
+def test_samples_by_position_are_refused_where_a_loader_knows_them(config):
+    taken = "the loss depends on samples by their position (mixing_functions.py, line"
+    for said, is_same in run_warm(of_loader, 2, first_sample_is_the_reference, config):
+        assert said.startswith(taken)
+        assert is_same
+    assert run_warm(of_loader, 2, in_chunks, config) == [("", False)] * 2
+
+
+def test_dims_that_cannot_be_told_apart_are_a_warning():
+    found = run_warm(of_loader, 2, first_sample_is_the_reference, {}, WIDTH)
+    for said, is_same in found:
+        assert said.startswith("msrun: the loss depends on samples by their position")
+        assert not is_same
 
 
 def test_verify_compares_instead():

@@ -178,3 +178,51 @@ def clip():
 def test_losses_over_a_batch_are_refused():
     assert "balances experts over a whole batch" in run_warm(balanced, 2)[0]
     assert "compares the 4 samples of this part of the batch" in run_warm(clip, 2)[0]
+
+
+def vilt():
+    config = transformers.ViltConfig(
+        **SEEN, vocab_size=40, image_size=8, patch_size=4, num_labels=3,
+        hidden_dropout_prob=0, attention_probs_dropout_prob=0, max_position_embeddings=16,
+    )  # fmt: skip
+    return transformers.ViltForQuestionAnswering(config)
+
+
+def vilt_difference(config):
+    """Return by how much losses and weights differ: its loss is a mean times the labels."""
+    torch.manual_seed(3)
+    model = vilt()
+    whole = copy.deepcopy(model)
+    plain = torch.optim.SGD(whole.parameters(), lr=0.1)
+    rt = msrun.init(config)
+    model = rt.shard(model)
+    update = rt.optimizer(torch.optim.SGD(model.parameters(), lr=0.1))
+    draw = torch.Generator().manual_seed(5)
+    worst = 0.0
+    for step in range(2):
+        batch = {
+            "input_ids": torch.randint(1, 40, (4, 6), generator=draw),
+            "pixel_values": torch.randn(4, 3, 8, 8, generator=draw),
+            "pixel_mask": torch.ones(4, 8, 8, dtype=torch.long),
+            "labels": torch.rand(4, 3, generator=draw),
+        }
+        plain.zero_grad()
+        torch.manual_seed(step)  # it draws which patches it takes
+        expected = whole(**batch).loss
+        expected.backward()
+        plain.step()
+        share = rt.coordinate.get("dp", 0)
+        torch.manual_seed(step)
+        part = {key: value.chunk(2)[share] for key, value in batch.items()}
+        worst = max(worst, abs(rt.step(model, update, part).item() - expected.item()))
+    weights = dict(whole.named_parameters())
+    gaps = [
+        (full_tensor(param.detach()) - weights[name]).abs().max().item()
+        for name, param in model.named_parameters()
+    ]
+    return max(worst, *gaps)
+
+
+@pytest.mark.parametrize("config", [{}, {"optimizer": {"zero": 3}}], ids=["dp", "zero 3"])
+def test_a_loss_with_a_factor_trains_as_in_one_process(config):
+    assert run_warm(vilt_difference, 2, config) == [pytest.approx(0, abs=1e-6)] * 2

@@ -11,6 +11,7 @@ from pipelines import CPU, pipeline, train_step
 from ranks import run_warm
 from torch import nn
 from torch.nn import functional
+from torch.utils.checkpoint import checkpoint
 
 from msrun.errors import UsageError
 from msrun.parallel.pipeline.model import split_model
@@ -397,6 +398,11 @@ class Seeds(Three):
         return self.c(self.b(self.a(x) * torch.rand(8)))
 
 
+class Reentrant(Three):
+    def forward(self, x):
+        return self.c(checkpoint(lambda y: self.b(y).sin(), self.a(x), use_reentrant=True))
+
+
 class OtherWeights(Three):
     def forward(self, x):
         halved = {name: value / 2 for name, value in self.b.named_parameters()}
@@ -413,6 +419,7 @@ def _hooked(kind):
 
 
 READS = "forward reads the value of a tensor (item), which other stages do not have"
+REENTRANT = "torch.utils.checkpoint with use_reentrant=True"
 HERE = "(test_recorded.py, line {line})"
 
 
@@ -430,6 +437,7 @@ HERE = "(test_recorded.py, line {line})"
         (Handed, 0, "forward hands b an object of Box "),
         (Applies, 1, "forward calls torch.autograd.Function.apply " + HERE),
         (Seeds, 1, "forward calls torch.manual_seed " + HERE),
+        (Reentrant, 1, f"forward calls {REENTRANT} {HERE}"),
         (OtherWeights, 2, f"forward calls b with other tensors in place of its parameters {HERE}"),
         (TwoCopies, 0, "mul_ after b of stage 1 writes in place to what "),
         (_hooked("register_forward_hook"), 0, "Three has forward hooks, and is divided"),

@@ -237,6 +237,41 @@ def test_what_a_script_raises_on_one_rank_ends_the_step_on_all(kind, mesh, value
     assert every == [[own] * 2 if at == rank else [said] * 2 for at in range(world)]
 
 
+class RaisesLast(Layers):
+    def __init__(self):
+        super().__init__()
+        self.layers[3] = Raises()
+
+
+def evaluated(kind, mesh, schedule):
+    """Return what evaluations of values that raise, and of others, come to."""
+    stages = {"stages": "auto", "microbatches": 2, "schedule": schedule}
+    rt = msrun.init({"mesh": mesh, "pipeline": stages})
+    torch.manual_seed(0)
+    model = rt.shard(kind(), (torch.randn(4, 8),))
+    model.eval()
+    found = []
+    for value in (torch.nan, 1.0, torch.nan):
+        try:
+            with torch.no_grad():
+                found.append(model(torch.full((4, 8), value)).isfinite().all().item())
+        except (UsageError, KeyError) as error:
+            found.append(f"{type(error).__name__}: {error}".partition("\n")[0])
+    return found
+
+
+@pytest.mark.parametrize(
+    ("kind", "schedule", "rank"),
+    [(RaisesFirst, "1f1b", 0), (RaisesLast, "interleaved", 1)],
+)
+def test_what_a_script_raises_in_an_evaluation_ends_it_on_all_ranks(kind, schedule, rank):
+    every = run_warm(evaluated, 2, kind, {"pp": 2}, schedule)
+    other = f"PeerRankError: the forward of the model raised KeyError on rank {rank}: 'gone'"
+    for at, found in enumerate(every):
+        said = "KeyError: 'gone'" if at == rank else other
+        assert found == [said, True, said]
+
+
 @pytest.mark.slow
 def test_what_torch_raises_in_a_loss_names_its_rank_beside_a_plan():
     mesh, plan = {"pp": 2, "tp": 2}, {"plan": [{"match": "layers.*", "style": "colwise"}]}

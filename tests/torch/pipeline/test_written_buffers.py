@@ -42,7 +42,7 @@ def stepped(kind, options):
     torch.manual_seed(0)
     model = runtime.shard(nn.Sequential(nn.Linear(8, 8), kind()))
     update = runtime.optimizer(torch.optim.SGD(model.parameters(), lr=0.1))
-    x, y = torch.randn(4, 8), torch.randn(4, 8)
+    x, y = torch.randn(4, 8), torch.ones(4, 8)  # stages draw other numbers
     return [runtime.step(model, update, functional.mse_loss, x, y).item() > 0 for _ in range(2)]
 
 

@@ -28,6 +28,19 @@ TENSOR = [
 ]
 STAGES = {"embed": 0, "position": 0, "layers.0": 0, "layers.1": 1, "norm": 1, "head": 1}
 PIPELINE = {"stages": STAGES, "microbatches": 2}
+DP_TP = {"mesh": {"dp": 2, "tp": 2}, "plan": TENSOR}
+RECOMPUTE = {"recompute": {"modules": ["layers.*"]}}
+VOCABULARY = [{"match": "embed", "style": "embedding"}, {"match": "head", "style": "vocab"}]
+GRID = {
+    "mesh": {"x": 2, "y": 2},
+    "plan": [
+        {"match": "layers.*.[qkv]", "style": "2d", "axes": ["x", "y"]},
+        {"match": "layers.*.o", "style": "2d", "axes": ["y", "x"]},
+        {"match": "layers.*.up", "style": "2d", "axes": ["x", "y"]},
+        {"match": "layers.*.down", "style": "2d", "axes": ["y", "x"]},
+        {"match": "*norm*", "style": "2d", "axes": ["x", "y"]},
+    ],
+}
 LAYOUTS = {
     "dp": {},
     "micro-batches": {"accumulate": 2},
@@ -48,6 +61,19 @@ LAYOUTS = {
         "optimizer": {"zero": 2},
         "recompute": {"modules": ["layers.*"]},
     },
+    "vocab": {"mesh": {"dp": 2, "tp": 2}, "plan": TENSOR + VOCABULARY},
+    "copies": {**DP_TP, "copies": 2},
+    "copies recompute accumulate": {**DP_TP, **RECOMPUTE, "copies": 2, "accumulate": 2},
+    "copies zero 2": {**DP_TP, "copies": 2, "optimizer": {"zero": 2}},
+    "copies pp": {
+        "mesh": {"pp": 2, "tp": 2},
+        "plan": TENSOR,
+        "pipeline": PIPELINE,
+        "copies": 2,
+    },
+    "2d": GRID,
+    "2d recompute": {**GRID, **RECOMPUTE},
+    "2d copies": {**GRID, "copies": 2},
 }
 
 

@@ -1,5 +1,7 @@
 """Compiled models under a plan: right, compiled where no rule is inside, or refused by name."""
 
+import copy
+
 import pytest
 import torch
 from ranks import run_warm
@@ -17,6 +19,27 @@ pytestmark = [
 ]
 
 PLAN = [{"match": "up", "style": "colwise"}, {"match": "head", "style": "vocab"}]
+
+
+class Breaks(nn.Module):
+    """Has modules with a rule, and what no compiler follows between them."""
+
+    def __init__(self):
+        super().__init__()
+        self.up, self.head = nn.Linear(4, 8), nn.Linear(8, 6)
+
+    def forward(self, x):
+        scale = float(x.detach().abs().amax())  # the compiler stops here
+        return self.head(self.up(x).relu()) / (1 + scale)
+
+
+class Outer(nn.Module):
+    def __init__(self):
+        super().__init__()
+        self.inner, self.norm = Breaks(), nn.LayerNorm(4)
+
+    def forward(self, x):
+        return self.inner(self.norm(x))
 
 
 class Block(nn.Module):
@@ -64,6 +87,34 @@ def trained(how, config):
 def test_a_compiled_model_trains_as_in_one_process(how):
     expected = run_warm(trained, 1, "", {})[0]
     for losses in run_warm(trained, 2, how, {"mesh": {"tp": 2}, "plan": PLAN}):
+        assert losses == pytest.approx(expected, abs=1e-6)
+
+
+def around_a_break(how, config):
+    """Return the losses of two steps of a model of which a part with a break is compiled."""
+    rt = msrun.init(config)
+    with torch.random.fork_rng():
+        torch.manual_seed(2)
+        model = Outer()
+    if how == "before":
+        model.inner.compile(backend="aot_eager")
+    model = rt.shard(model)
+    update = rt.optimizer(torch.optim.SGD(model.parameters(), lr=0.1))
+    if how == "in place":
+        model.inner.compile(backend="aot_eager")
+    if how == "replaced":
+        model.inner = torch.compile(model.inner, backend="aot_eager")
+    if how == "copied":
+        copy.deepcopy(model.inner)
+    x, y = torch.randn(4, 4, generator=torch.Generator().manual_seed(3)), torch.arange(4)
+    return [rt.step(model, update, functional.cross_entropy, x, y).item() for _ in range(2)]
+
+
+@pytest.mark.parametrize("how", ["before", "in place", "replaced", "copied"])
+def test_a_compiled_part_with_rules_inside_runs_as_written(how):
+    plan = [{"match": "inner.up", "style": "colwise"}, {"match": "inner.head", "style": "vocab"}]
+    expected = run_warm(around_a_break, 1, "", {})[0]
+    for losses in run_warm(around_a_break, 2, how, {"mesh": {"tp": 2}, "plan": plan}):
         assert losses == pytest.approx(expected, abs=1e-6)
 
 

@@ -155,11 +155,42 @@ def test_a_list_of_ranks_says_who_has_which_part():
         assert found == [ranks.index(rank) for ranks in orders]
 
 
+class Centered(torch.nn.Linear):
+    """Computes over all samples."""
+
+    def forward(self, x):
+        return super().forward(x - x.mean(0))
+
+
+class ReLU(torch.nn.Module):
+    """Has the name of an activation of torch, and computes over all samples."""
+
+    def forward(self, x):
+        return (x - x.mean(0)).relu()
+
+
+def changed(name):
+    """Return a model whose module `name` is none that computes each sample alone."""
+    if "conv" in name:
+        return build("conv")
+    model = build("mlp")
+    model.centered, model.act = Centered(16, 16), ReLU()
+    model.spectral = torch.nn.utils.spectral_norm(torch.nn.Linear(16, 16))
+    model.put = torch.nn.Linear(16, 16)
+    model.put.forward = lambda x: x - x.mean(0)
+    return model
+
+
 def refused(rule):
     rt = msrun.init({"mesh": {"sp": 2}, "plan": [rule]})
     with pytest.raises(UsageError) as caught:
-        rt.shard(build("conv" if "conv" in rule["match"] else "mlp"))(torch.ones(3, 16))
+        rt.shard(changed(rule["match"]))(torch.ones(3, 16))
     return caught.value.message
+
+
+PIECES = (
+    "parallel.plan[0].layout.in: interleaved_parallel runs a module on pieces of its input, and"
+)
 
 
 @pytest.mark.parametrize(
@@ -172,6 +203,15 @@ def refused(rule):
         (
             halves("fc2", {}, ["interleaved_parallel", "None"], None),
             "parallel.plan[0].layout.in of fc2: dim 0 of 3 on a rank can not be split in 2 pieces",
+        ),
+        *(
+            (halves(name, {}, ["interleaved_parallel", "None"], None), f"{PIECES} {kind} {has}")
+            for name, kind, has in (
+                ("centered", "Centered", "has a forward of its own"),
+                ("act", "ReLU", "has a forward of its own"),
+                ("spectral", "Linear", "computes its weight again"),
+                ("put", "Linear", "has a forward of its own"),
+            )
         ),
     ],
 )

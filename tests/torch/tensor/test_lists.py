@@ -77,6 +77,33 @@ def test_averages_of_plain_and_sharded_weights(is_ema):
     assert_equal_curves(run_warm(_averaged, 2, TP, is_ema, is_ema), expected)
 
 
+def _scaled():
+    """Return weights after a step of a scaler whose gradient is infinite on one rank, and one."""
+    rt = msrun.init({"mesh": {"tp": 2}, "plan": [{"match": "0", "style": "colwise"}]})
+    torch.manual_seed(0)
+    model = rt.shard(nn.Sequential(nn.Linear(4, 4), nn.Tanh(), nn.Linear(4, 4)))
+    extra = nn.Parameter(torch.ones(3))  # a plain tensor in the same list
+    update = torch.optim.SGD([*model.parameters(), extra], lr=0.1)
+    scaler = torch.amp.GradScaler("cpu", init_scale=4.0)
+    found = []
+    for is_infinite in (True, False):
+        update.zero_grad()
+        loss = model(torch.ones(2, 4)).square().mean() + extra.sum()
+        scaler.scale(loss).backward()
+        if is_infinite and rt.rank == 1:
+            model[0].weight.grad.to_local()[0, 0] = math.inf
+        scaler.step(update)
+        scaler.update()
+        found.append((extra.tolist(), scaler.get_scale()))
+    rt.close()
+    return found
+
+
+def test_all_ranks_of_a_plan_skip_what_a_scaler_skips_on_one():
+    expected = [([1.0] * 3, 2.0), ([pytest.approx(0.9)] * 3, 2.0)]
+    assert run_warm(_scaled, 2) == [expected] * 2
+
+
 def _stage_clipped():
     stages = {"stages": {"fc1": 0, "fc2": 1, "fc3": 1}, "microbatches": 4}
     runtime = msrun.init({"mesh": {"pp": 2}, "pipeline": stages})

@@ -11,7 +11,7 @@ from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.tensor import Partial, Replicate, Shard, distribute_tensor
 
 from msrun.errors import UsageError
-from msrun.parallel.layout import MeshLayout, local_slices
+from msrun.parallel.notation.mesh_layout import MeshLayout, local_slices
 from msrun.parallel.tensor.placements import dims_of, placements
 from msrun.parallel.torch_compat import strided_shard
 

@@ -16,10 +16,6 @@ GIVEN = {"mesh": {"dp": -1, "tp": 2}, "plan": PLAN, "copies": 2}
         ({"mode": "auto", "plan": []}, "copies: mode auto plans the whole batch"),
         ({"mode": "manual", "plan": []}, "copies: mode manual has its collectives in the script"),
         ({"plan": []}, "copies: without a plan there are no collectives"),
-        (
-            {"pipeline": {"stages": "auto", "microbatches": 2}},
-            "copies: a pipeline overlaps its micro-batches itself: raise pipeline.microbatches",
-        ),
         ({"optimizer": {"zero": 3}}, "copies: optimizer.zero 3 would release"),
         ({"compile": {"modules": ["*"]}}, "copies: compiled modules cannot take turns"),
         ({"batch_norm": "local"}, "copies: batch_norm local leaves the batch norms to each part"),
@@ -42,3 +38,9 @@ def test_words_of_mindspore_are_copies(word):
     config = parse_config({"mesh": {"tp": 2}, "plan": PLAN, word: 2, "accumulate": 3})
 
     assert (config.copies, config.parts) == (2, 6)
+
+
+def test_parts_of_a_pipeline_are_slices_of_its_micro_batches():
+    pipeline = {"stages": "auto", "microbatches": 3}
+
+    assert parse_config(GIVEN | {"pipeline": pipeline}).parts == 6

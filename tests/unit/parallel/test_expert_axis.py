@@ -4,7 +4,8 @@ import pytest
 
 from msrun.errors import UsageError
 from msrun.parallel.config_file import parse_config
-from msrun.parallel.layout import MeshLayout, resolve
+from msrun.parallel.layout import resolve
+from msrun.parallel.notation.mesh_layout import MeshLayout
 
 EXPERTS = {"match": "*.experts", "style": "experts", "axis": "ep"}
 

@@ -4,8 +4,8 @@ import pytest
 
 from msrun.errors import ConfigError
 from msrun.parallel.config_file import parse_config
-from msrun.parallel.images.parts import pieces, spans
 from msrun.parallel.layout import plan_axes, resolve, tokens_as_data
+from msrun.parallel.notation.image_parts import pieces, spans
 
 HEIGHT = {"mesh": {"h": 8}, "data": {"image": ["dp", "h"]}}
 ALONE = [

@@ -1,6 +1,6 @@
 """Ranks of a mesh."""
 
-from msrun.parallel.layout import MeshLayout
+from msrun.parallel.notation.mesh_layout import MeshLayout
 
 
 def test_ranks_are_row_major_over_the_axes():

@@ -8,7 +8,8 @@ import pytest
 from msrun.errors import UsageError
 from msrun.parallel.config import ParallelConfig
 from msrun.parallel.config_file import parse_config, read_config, render_config
-from msrun.parallel.layout import MeshLayout, resolve
+from msrun.parallel.layout import resolve
+from msrun.parallel.notation.mesh_layout import MeshLayout
 from msrun.parallel.settings.plan_rules import PlanRule
 
 NO_SIZE = (

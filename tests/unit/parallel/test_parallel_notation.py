@@ -8,9 +8,9 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from msrun.errors import UsageError
-from msrun.parallel.layout import MeshLayout, local_slices
 from msrun.parallel.notation.device_matrix import Layout
 from msrun.parallel.notation.dims import axes_of_dims, module_dims, strategy_dims
+from msrun.parallel.notation.mesh_layout import MeshLayout, local_slices
 
 CUBE = {"a": 2, "b": 2, "c": 2}
 MATMUL = "mk,kn->mn"

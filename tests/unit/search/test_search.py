@@ -267,3 +267,28 @@ def test_operators_without_a_rule_run_whole_and_are_named():
     found = search(d.done(d.loss(x)), setting(4))
     assert found.unknown == ("aten.mystery.default",)
     assert found.chosen["mystery_1"] == (0,)
+
+
+@pytest.mark.parametrize("seed", range(8))
+def test_propagation_over_random_graphs_is_no_worse_than_the_default(seed):
+    rng = np.random.default_rng(seed)
+    program = programs.drawn(rng, steps=5)
+    sizes = ((4,), (2, 2), (2, 4))[seed % 3]
+    how = setting(*sizes, data_axes=frozenset({0}) if seed % 2 else frozenset(), batch=8)
+    names = [name for name in program.params if len(program.values[name].shape) == 2]
+    chosen = [name for name in names if rng.integers(2)]
+    last = len(sizes) - 1
+    pins = [
+        Pin(node=name, codes={last: int(rng.integers(2))}, key=f"plan[{at}]")
+        for at, name in enumerate(chosen)
+        if not (seed % 2 and last == 0)
+    ]
+    problem = build(program, how, pins=pins)
+    default = data_parallel(problem, how, {pin.node for pin in pins})
+    found = search(program, how, pins=pins, mode="propagation")
+    assert found.seconds <= problem.seconds(default) * (1 + 1e-12)
+    assert found.seconds >= search(program, how, pins=pins).seconds * (1 - 1e-12)
+    for pin in pins:
+        node = next(node for node in problem.nodes if node.name == pin.node)
+        outs = node.rule.choices[found.chosen[pin.node][last]].outs
+        assert outs == (pin.codes[last],)

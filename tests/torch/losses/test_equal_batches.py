@@ -1,0 +1,143 @@
+"""Ranks that share samples and got different batches are refused before a weight changes."""
+
+import pytest
+import torch
+from ranks import OPTIMIZERS, build, run_warm
+from torch.nn import functional
+from torch.utils.data import DataLoader, DistributedSampler, TensorDataset
+
+import msrun
+
+pytestmark = [
+    pytest.mark.torch,
+    pytest.mark.filterwarnings("ignore:msrun. .* is computed whole on every rank"),
+]
+
+STAGES = {"mesh": {"pp": 2}, "pipeline": {"stages": {"fc1": 0, "*": 1}, "microbatches": 2}}
+PLAN = [{"match": "fc1", "style": "colwise"}, {"match": "fc2", "style": "rowwise"}]
+SHARDED = {"mesh": {"tp": 2}, "plan": PLAN}
+BOTH = {"mesh": {"dp": 2, "tp": 2}, "plan": PLAN}
+PIPELINES = {**STAGES, "mesh": {"dp": 2, "pp": 2}}
+MESSAGE = "the batch of rank {} is not that of rank {} ({}), but ranks with the same dp coordinate "
+NOISE = torch.linspace(0, 1, 16)
+
+
+def samples():
+    generator = torch.Generator().manual_seed(5)
+    x = torch.randn(64, 16, generator=generator)
+    return TensorDataset(x, torch.randint(0, 10, (64,), generator=generator))
+
+
+def shuffled(_):
+    """As scripts for one process do: the generator is that of dropout."""
+    return DataLoader(samples(), batch_size=8, shuffle=True)
+
+
+def by_rank(_):
+    """As Lightning and accelerate do."""
+    return DataLoader(samples(), batch_size=8, sampler=DistributedSampler(samples()))
+
+
+def by_coordinate(rt):
+    count, index = rt.layout.size("dp"), rt.coordinate.get("dp", 0)
+    sampler = DistributedSampler(samples(), num_replicas=count, rank=index)
+    return DataLoader(samples(), batch_size=8, sampler=sampler)
+
+
+def one_seed(_):
+    return DataLoader(samples(), batch_size=8, shuffle=True, generator=torch.Generator())
+
+
+def augmented(rt):
+    for x, y in by_coordinate(rt):
+        yield x + torch.randn(16), y
+
+
+def noisy(rt):
+    for x, y in by_coordinate(rt):
+        yield x + rt.rank * NOISE, y
+
+
+def steps(config, load):
+    """Return what was said of the first steps, before which weights stayed as they were."""
+    rt = msrun.init(config)
+    model = rt.shard(build("mlp"))
+    update = OPTIMIZERS["adamw"](model.parameters())
+    before = [parameter.detach().clone() for parameter in model.parameters()]
+    try:
+        for _, (x, y) in zip(range(3), load(rt), strict=False):
+            rt.step(model, update, functional.cross_entropy, x, y)
+    except msrun.RanksDisagreeError as error:
+        pairs = zip(before, model.parameters(), strict=True)
+        assert all(torch.equal(old, new) for old, new in pairs)
+        return error.message
+    return ""
+
+
+@pytest.mark.parametrize(
+    ("config", "load", "place"),
+    [
+        (STAGES, shuffled, (1, 0, "target")),
+        (STAGES, by_rank, (1, 0, "target")),
+        (SHARDED, by_rank, (1, 0, "input 0, target")),
+        (SHARDED, noisy, (1, 0, "input 0")),
+        (BOTH, by_rank, (1, 0, "input 0, target")),
+        (PIPELINES, by_rank, (1, 0, "target")),
+    ],
+)
+def test_other_batches_on_ranks_that_share_samples_are_refused(config, load, place):
+    ranks = 4 if "dp" in config["mesh"] else 2
+    found = run_warm(steps, ranks, config, load)
+
+    expected = MESSAGE.format(*place) + "train on one batch"
+    assert found == [expected] * ranks
+
+
+def loop(config, load):
+    """As `steps`, in a plain loop."""
+    rt = msrun.init(config)
+    model = rt.shard(build("mlp"))
+    update = rt.optimizer(OPTIMIZERS["adamw"](model.parameters()))
+    try:
+        for _, (x, y) in zip(range(3), load(rt), strict=False):
+            update.zero_grad()
+            functional.cross_entropy(model(x), y).backward()
+            update.step()
+            with torch.no_grad():
+                model(x + rt.rank * NOISE)  # what is not trained on is not compared
+    except msrun.RanksDisagreeError as error:
+        return error.message
+    return ""
+
+
+@pytest.mark.parametrize(
+    ("config", "load", "names"),
+    [
+        (SHARDED, by_rank, "input 0"),
+        (BOTH, noisy, "input 0"),
+        (SHARDED, shuffled, ""),
+        (BOTH, by_coordinate, ""),
+    ],
+)
+def test_calls_of_a_plain_loop_are_compared(config, load, names):
+    ranks = 4 if "dp" in config["mesh"] else 2
+    found = run_warm(loop, ranks, config, load)
+
+    places = [(1, 0), (1, 0), (3, 2), (3, 2)]
+    sentences = [MESSAGE.format(*place, names) + "train on one batch" for place in places]
+    assert found == [sentence if names else "" for sentence in sentences][:ranks]
+
+
+@pytest.mark.parametrize(
+    ("config", "load"),
+    [
+        (STAGES, one_seed),
+        (STAGES, augmented),  # the first stage alone reads the inputs
+        (SHARDED, shuffled),  # ranks of tp draw the same numbers
+        (BOTH, by_coordinate),
+        (PIPELINES, by_coordinate),
+    ],
+)
+def test_equal_batches_train(config, load):
+    ranks = 4 if "dp" in config["mesh"] else 2
+    assert run_warm(steps, ranks, config, load) == [""] * ranks

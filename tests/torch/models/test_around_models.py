@@ -1,0 +1,89 @@
+"""What people do with models of transformers beside a step, in every configuration."""
+
+import copy
+import dataclasses
+
+import model_table
+import pytest
+from model_zoo import ZOO
+from ranks import run_warm
+
+import msrun
+from msrun.errors import UsageError
+
+pytestmark = [
+    pytest.mark.torch,
+    pytest.mark.slow,
+    pytest.mark.timeout(300),
+    # Of transformers: there is a newer name, and people write this one.
+    pytest.mark.filterwarnings("ignore:.*gradient_checkpointing.* is deprecated:FutureWarning"),
+    pytest.mark.filterwarnings("ignore:FSDP2-wrapped module:UserWarning"),
+]
+
+COLUMNS = ("dp", "zero 3", "tp", "pp", "accumulate", "auto")
+
+
+def recomputing(name, options):
+    """Return an entry of the table whose model recomputes by itself."""
+    entry = ZOO[name]
+
+    def make():
+        model = entry.make()
+        model.gradient_checkpointing_enable(*options)
+        assert model.is_gradient_checkpointing
+        return model
+
+    return dataclasses.replace(entry, make=make)
+
+
+@pytest.mark.parametrize("column", COLUMNS)
+@pytest.mark.parametrize(
+    ("name", "options"),
+    [
+        ("Llama, labels", ()),
+        ("Llama, labels", ({"use_reentrant": True},)),
+        ("GPT-2", ()),
+        ("T5, labels", ()),
+    ],
+)
+def test_gradient_checkpointing_enable_changes_nothing(name, options, column):
+    pytest.importorskip("transformers")
+    entry = recomputing(name, options)
+    assert model_table.run_cell(entry, column, model_table.LIMIT) == "equal"
+
+
+def generated(name, column):
+    """Return what a model generates after a step, and what one process does with its weights."""
+    entry = dataclasses.replace(ZOO[name], is_combined=True)
+    model = model_table.build(entry)
+    whole = copy.deepcopy(model)
+    rt = msrun.init(model_table.COLUMNS[column][1](entry, model))
+    training = model_table.prepare(rt, entry, model)
+    rt.step(training.model, training.optimizer, *training.batches[0])
+    state = rt.state_dict(training.model)
+    words = model_table.batches(entry)[0][0]["input_ids"][2:3, :4]
+    options = {"max_new_tokens": 5, "do_sample": False}
+    training.model.eval()
+    try:
+        found = training.model.generate(words, **options)
+    except UsageError as error:
+        return error.message, None
+    if not rt.is_main:
+        return found.tolist(), None
+    whole.load_state_dict(state)
+    return found.tolist(), whole.eval().generate(words, **options).tolist()
+
+
+@pytest.mark.parametrize("column", model_table.COLUMNS)
+@pytest.mark.parametrize("name", ["Llama, labels", "GPT-2, labels", "T5, labels"])
+def test_generate(name, column):
+    pytest.importorskip("transformers")
+    answers = run_warm(generated, model_table.COLUMNS[column][0], name, column)
+    if "pp" in column:
+        kind = type(model_table.build(ZOO[name])).__name__
+        said = f"parallel.pipeline: generate is of {kind}, of which this rank has one stage"
+        assert answers == [(said, None)] * len(answers)
+        return
+    expected = answers[0][1]
+    assert len(expected[0]) > 1
+    assert [found for found, _ in answers] == [expected] * len(answers)

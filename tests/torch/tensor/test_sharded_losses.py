@@ -1,0 +1,98 @@
+"""Cross entropy of logits that ranks share by sample or position: no rank gathers them."""
+
+import itertools
+
+import pytest
+import torch
+from ranks import Counted, run_warm
+from torch.nn import functional
+
+import msrun
+
+pytestmark = pytest.mark.torch
+
+CLASSES = 6
+OPTIONS = [
+    {},
+    {"reduction": "sum"},
+    {"reduction": "none"},
+    {"ignore_index": 2},
+    {"label_smoothing": 0.1},
+    {"weight": torch.arange(1.0, 1 + CLASSES).double()},
+    {"weight": torch.arange(1.0, 1 + CLASSES).double(), "ignore_index": 2, "label_smoothing": 0.1},
+]
+# Shape of the logits, and axes of each dim.
+LAYOUTS = [
+    ((8, CLASSES), ["tp", None]),
+    ((8, CLASSES, 4), ["tp", None, None]),
+    ((8, CLASSES, 4), [None, None, "tp"]),
+    ((4, CLASSES, 4, 2), [None, None, "tp", None]),
+]
+
+
+def losses():
+    """Return how far each case is from plain torch, and the bytes of each collective."""
+    runtime = msrun.init({"mesh": {"tp": 2}, "mode": "manual"})
+    worst, sent = [], []
+    for (shape, dims), given, is_soft in itertools.product(LAYOUTS, OPTIONS, (False, True)):
+        numbers = torch.Generator().manual_seed(3)
+        logits = torch.randn(shape, generator=numbers).double().requires_grad_()
+        target = torch.randint(0, CLASSES, (shape[0], *shape[2:]), generator=numbers)
+        if is_soft:
+            target = logits.detach().sin().softmax(1)
+        left_out = "ignore_index" if is_soft else ""
+        options = {key: value for key, value in given.items() if key != left_out}
+
+        def loss(x, y, options=options):
+            return functional.cross_entropy(x.cos(), y, **options)
+
+        expected = loss(logits, target)
+        weights = torch.randn(expected.shape, generator=numbers)
+        (gradient,) = torch.autograd.grad((expected * weights).sum(), logits)
+        with Counted() as counted:
+            found = msrun.shard(loss, in_=[dims])(logits, target)
+            (of_shards,) = torch.autograd.grad((found * weights).sum(), logits)
+        worst.append(max((found - expected).abs().max(), (of_shards - gradient).abs().max()).item())
+        if options.get("reduction") != "none":
+            sent.append({name: n for name, n in counted.bytes.items() if name != "all_reduce"})
+            sent[-1]["reduced"] = counted.bytes["all_reduce"]
+    runtime.close()
+    return max(worst), sent
+
+
+def test_logits_stay_where_they_are():
+    """The only thing that is gathered is the gradient of logits that the script gave whole."""
+    for worst, sent in run_warm(losses, 2):
+        assert worst < 1e-12
+        assert {each["reduced"] for each in sent} <= {8, 16}
+
+
+def all_ignored():
+    runtime = msrun.init({"mesh": {"tp": 2}, "mode": "manual"})
+    target = torch.full((4,), -100)
+    loss = msrun.shard(functional.cross_entropy, in_=[["tp", None]])(torch.ones(4, 3), target)
+    runtime.close()
+    return loss.isnan().item()
+
+
+def test_targets_that_are_all_ignored_have_no_mean():
+    assert run_warm(all_ignored, 2) == [True, True]
+
+
+def stepped():
+    """Return the bytes of each collective of a step whose last layer divides samples further."""
+    plan = [{"match": "0", "strategy": [[4, 1], [1, 1]]}]
+    runtime = msrun.init({"mesh": {"dp": 2, "tp": 2}, "plan": plan})
+    model = runtime.shard(torch.nn.Sequential(torch.nn.Linear(16, 256)))
+    update = runtime.optimizer(torch.optim.SGD(model.parameters(), lr=0.1))
+    for _ in range(2):
+        x, y = torch.randn(16, 16), torch.arange(16)
+        with Counted() as counted:
+            runtime.step(model, update, functional.cross_entropy, x, y)
+    return dict(counted.bytes)
+
+
+def test_a_strategy_that_divides_samples_gathers_no_logits():
+    for sent in run_warm(stepped, 4):
+        # Parameters' gradients, the loss and its count; 16 x 256 logits would be 16 KiB.
+        assert max([0, *(n for name, n in sent.items() if "gather" in name)]) < 256
