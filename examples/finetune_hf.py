@@ -2,6 +2,8 @@
 
     python examples/finetune_hf.py                                  # one process
     msrun --nproc-per-node 4 --parallel examples/configs/hf_zero3.yaml examples/finetune_hf.py
+    msrun --nproc-per-node 8 --parallel examples/configs/hf_pp_dp_tp.yaml \
+        examples/finetune_hf.py
     msrun --nproc-per-node 4 --parallel examples/configs/hf_dp_tp.yaml examples/finetune_hf.py \
         --model path/of/a/pretrained/model --save path/of/the/trained/model
 
@@ -82,7 +84,8 @@ def train(model_path: str | None, saved_path: str | None, losses_path: str | Non
     """Train, write the weights to the directory `saved_path` and the losses to `losses_path`."""
     runtime = msrun.init()
     topics = Topics(GLOBAL_BATCH * STEPS)
-    sample = padded([topics[0]] * GLOBAL_BATCH)
+    batch_size = GLOBAL_BATCH // runtime.layout.size("dp")
+    sample = padded([topics[0]] * batch_size)
     with runtime.init_on_meta():
         model = make(model_path)
     model = runtime.shard(model, sample=sample)
@@ -90,7 +93,6 @@ def train(model_path: str | None, saved_path: str | None, losses_path: str | Non
         runtime.load_pretrained(model, model_path)
     optimizer = runtime.optimizer(torch.optim.AdamW(model.parameters(), lr=3e-3))
     scheduler = torch.optim.lr_scheduler.OneCycleLR(optimizer, max_lr=3e-3, total_steps=STEPS)
-    batch_size = GLOBAL_BATCH // runtime.layout.size("dp")
     losses = []
     for batch in runtime.loader(topics, batch_size, shuffle=True, seed=1, collate_fn=padded):
         losses.append(runtime.step(model, optimizer, batch, max_norm=1.0).item())
