@@ -94,15 +94,17 @@ while True:
 
 # All ranks but one, the last, wait in gloo, listening, until that one may go.
 WORKER = f"""
-    import json, os, sys, threading, time
+    import contextlib, json, os, sys, threading, time
     from datetime import timedelta
     from pathlib import Path
     import torch
     import torch.distributed as dist
     before = set()
     def listening():
-        held = {{str(path.readlink()) for path in Path("/proc/self/fd").iterdir()
-                 if path.is_symlink()}}
+        held = set()
+        for path in Path("/proc/self/fd").iterdir():
+            with contextlib.suppress(OSError):  # closed meanwhile
+                held.add(str(path.readlink()))
         rows = [line.split() for line in Path("/proc/self/net/tcp").read_text().splitlines()[1:]]
         return [int(row[1].split(":")[1], 16) for row in rows
                 if row[3] == "0A" and f"socket:[{{row[9]}}]" in held]

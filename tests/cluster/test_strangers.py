@@ -3,6 +3,7 @@
 They can neither read nor write it, nor grow it, nor delay the workers by more than a second.
 """
 
+import contextlib
 import json
 import re
 import shutil
@@ -138,8 +139,10 @@ class Meeting:
     def ports(self, number):
         """Return where the store's process of a node listens on the network."""
         own = Path("/proc", str(self.nodes[number].find("msrun store").pid))
-        held = {str(fd.readlink()) for fd in (own / "fd").iterdir() if fd.is_symlink()}
-        found = set()
+        held, found = set(), set()
+        for descriptor in (own / "fd").iterdir():
+            with contextlib.suppress(OSError):  # closed meanwhile
+                held.add(str(descriptor.readlink()))
         for line in (own / "net/tcp").read_text().splitlines()[1:]:
             fields = line.split()
             (address, port), is_held = fields[1].split(":"), f"socket:[{fields[9]}]" in held

@@ -8,7 +8,7 @@ import threading
 
 import psutil
 import pytest
-from support import until
+from support import alive, until
 
 import msrun
 
@@ -16,9 +16,10 @@ pytestmark = pytest.mark.process
 
 
 @pytest.fixture
-def start(tmp_path, monkeypatch):
+def start(tmp_path, monkeypatch, runtime):
     """Start jobs of shell-like scripts in a directory; stop them at the end."""
     monkeypatch.chdir(tmp_path)
+    monkeypatch.setenv("XDG_RUNTIME_DIR", str(runtime))
     monkeypatch.setenv("TMPDIR", str(tmp_path))
     jobs = []
 
@@ -30,6 +31,8 @@ def start(tmp_path, monkeypatch):
     yield begin
     for job in jobs:
         job.stop(now=True)
+    # The reaper of a killed launcher cleans after its job has ended for its caller.
+    until(lambda: not alive(runtime), "for the processes of all jobs")
 
 
 WAIT = """
