@@ -350,7 +350,7 @@ def _make_parallel(
     config = resolved.config
     sequences = _divide_sequences(context, config, model)
     switch = compiled.Switch()
-    guard, experts = _change_modules(context, model, resolved, switch)
+    guard, experts = _change_modules(context, model, resolved, switch, sequences)
     offload = activations.apply(config, model, resolved.offloaded, context.device)
     if sequences:
         sequences.cover(model, guard.active if guard else contextlib.nullcontext)
@@ -522,7 +522,11 @@ def _is_on_meta(model: nn.Module) -> bool:
 
 
 def _change_modules(
-    context: RankContext, model: nn.Module, resolved: _ResolvedPlan, switch: compiled.Switch
+    context: RankContext,
+    model: nn.Module,
+    resolved: _ResolvedPlan,
+    switch: compiled.Switch,
+    sequences: Sequences | Images | None,
 ) -> tuple[Guard | None, list[nn.Module]]:
     """Apply the features that change modules: operator plan, batch norms, dropout, recompute.
 
@@ -541,6 +545,8 @@ def _change_modules(
     # Modes that a recomputation must enter again.  Exact dropout is outside of the guard, so the
     # guard sees sharded tensors first and draws their masks with it.
     inside: list[Context] = [guard.active] if guard else []
+    if guard:
+        inside = [*_outside_of_guard(sequences), *inside]
     if norms:
         inside.append(norms.recomputed)
     if is_data_parallel and config.dropout == "exact":
@@ -563,6 +569,13 @@ def _change_modules(
         if config.pipeline:
             model.keeps_results = bool(config.recompute.save)  # type: ignore[assignment]
     return guard, experts
+
+
+def _outside_of_guard(sequences: Sequences | Images | None) -> list[Context]:
+    """Return the mode to which a guard, inside of it, gives the shards of a rank; none without."""
+    from msrun.parallel.context.sequences import Sequences
+
+    return [sequences.repeated] if isinstance(sequences, Sequences) else []
 
 
 def _share_experts(

@@ -14,6 +14,8 @@ from typing import Any
 import msgspec
 from torch import nn
 
+from msrun.parallel.advise.combined import CombinedPass, combined_pass, whole_work
+from msrun.parallel.advise.rank_work import RankWork
 from msrun.parallel.advise.ranks import expert_rules, operators_divided, tokens_divided
 from msrun.parallel.advise.simulate import Peaks, batch_norms, simulate
 from msrun.parallel.advise.stages import stages_of
@@ -77,6 +79,8 @@ class Estimator:
         self.experts = expert_modules(model)
         self.can_cut = not batch_norms(model)
         self._known: dict[Technique, Peaks] = {}
+        self._works: dict[Technique, CombinedPass] = {}
+        self._whole: dict[tuple[int, bool], RankWork] = {}
         self._kinds: dict[int, str] = {}
         self._sizes: dict[tuple[int, int], ModelBytes] = {}
 
@@ -128,7 +132,10 @@ class Estimator:
             local = self._batch // (self._world // one.apart)
             sample = resized(self._sample, local // one.accumulate)
             again = self._recomputed() if one.recompute else []
-            if one.tp > 1:
+            if one.is_combined:
+                run = combined_pass(self._model, sample, again, one, self.experts.keys())
+                self._works[key], peaks = run, run.peaks
+            elif one.tp > 1:
                 peaks = operators_divided(self._model, sample, again, one.tp)
             elif one.cp > 1:
                 peaks, kind, sent = tokens_divided(self._model, sample, again, one.cp, one.kind)
@@ -138,6 +145,20 @@ class Estimator:
                 peaks = simulate(self._model, sample, again, routed=list(self.experts))
             self._known[key] = peaks
         return self._known[key]
+
+    def combined(self, one: Technique) -> tuple[CombinedPass, RankWork]:
+        """Return what a pass of a combination takes, and what one takes that shares nothing.
+
+        Raises:
+            ModelError: The technique is not for this model.
+        """
+        self.peaks(one)
+        local = self._batch // (self._world // one.apart) // one.accumulate
+        if (local, one.recompute) not in self._whole:
+            again = self._recomputed() if one.recompute else []
+            sample = resized(self._sample, local)
+            self._whole[local, one.recompute] = whole_work(self._model, sample, again)
+        return self._works[_pass(one)], self._whole[local, one.recompute]
 
     def sizes(
         self, one: Technique, parts: Mapping[str, float] = MappingProxyType({})
@@ -244,7 +265,11 @@ class Estimator:
         if one.cp > 1:
             rule = {"match": "*", "style": "context", "kind": one.kind or self._kinds[one.cp]}
             config = {"mesh": {"dp": -1, "cp": one.cp}, "plan": [rule]}
-        if one.tp > 1:
+        if one.is_combined:
+            config["mesh"]["tp"] = one.tp
+            # Of the rules for one module the first counts: that of experts.
+            config["plan"].insert(len(config["plan"]) if one.ep > 1 else 0, "auto_tp")
+        elif one.tp > 1:
             config = {"mesh": {"dp": -1, "tp": one.tp}, "plan": "auto_tp"}
         if one.pp > 1:
             stages = {"stages": "auto", "microbatches": one.microbatches}
@@ -260,18 +285,20 @@ class Estimator:
 
 def _pass(one: Technique) -> Technique:
     """Return the technique whose pass is that of `one`: without what happens around it."""
-    return msgspec.structs.replace(one, zero=0, ep=1)
+    # Operators are divided apart from experts, whatever the number of ranks that share these.
+    ep = min(one.ep, 2) if one.is_combined else 1
+    return msgspec.structs.replace(one, zero=0, ep=ep)
 
 
 def axis_of(one: Technique) -> str:
-    """Return the axis and its size beside `dp` of a technique; empty without one."""
+    """Return the axes and their sizes beside `dp` of a technique; empty without one."""
     sizes = {"ep": one.ep, "cp": one.cp, "tp": one.tp, "pp": one.pp}
-    return next((f"{axis} {size}" for axis, size in sizes.items() if size > 1), "")
+    return " + ".join(f"{axis} {size}" for axis, size in sizes.items() if size > 1)
 
 
 def kind_of(one: Technique) -> str:
-    """Return the axis beside `dp` of a technique; empty without one."""
-    return axis_of(one).partition(" ")[0]
+    """Return the axes beside `dp` of a technique; empty without one."""
+    return " + ".join(part.partition(" ")[0] for part in axis_of(one).split(" + "))
 
 
 def _sizes(

@@ -11,6 +11,7 @@ from __future__ import annotations
 
 import copy
 import math
+import operator
 from collections.abc import Callable, Iterator, Sequence
 from functools import cached_property
 from typing import Any, NamedTuple
@@ -20,14 +21,15 @@ import torch
 from torch import Tensor, nn
 
 from msrun.errors import ModelError, UsageError
-from msrun.parallel.advise.estimate import STATES, Estimator, axis_of
-from msrun.parallel.advise.techniques import Technique, divided, traffic
+from msrun.parallel.advise.combined import combined
+from msrun.parallel.advise.estimate import STATES, Estimator, axis_of, kind_of
+from msrun.parallel.advise.techniques import Divisible, Technique, divided, traffic
 from msrun.parallel.auto import offline_search
 from msrun.parallel.auto.left_out import LONG, MISSING, expert_modules, long_sequences
 from msrun.parallel.auto.modules import run_by
 from msrun.parallel.auto.offline_search import SearchRequest
 from msrun.parallel.auto.tracing.structure import mapped
-from msrun.parallel.config import DATA_AXIS, ParallelConfig
+from msrun.parallel.config import DATA_AXIS, TENSOR_AXIS, ParallelConfig
 from msrun.parallel.layout import resolve
 from msrun.parallel.notation.mesh_layout import EXPERT_AXIS
 from msrun.parallel.search.graph.program import Program
@@ -44,6 +46,8 @@ from msrun.parallel.search.plan.plan import SavedPlan
 from msrun.parallel.settings.plan_rules import CONTEXT_AXIS
 
 _GIB = 2**30
+# Passes of combinations, each of which takes most of a second.
+_PASSES_MAX = 16
 
 
 def search_model(
@@ -79,7 +83,7 @@ class _Priced(NamedTuple):
 
     @property
     def axis(self) -> str:
-        return EXPERT_AXIS if self.one.ep > 1 else CONTEXT_AXIS
+        return kind_of(self.one)
 
 
 class WholeModules:
@@ -132,7 +136,7 @@ class _Comparison:
     ) -> None:
         self._estimator, self._config, self._tokens, self._job = estimator, config, tokens, job
         self._programs: dict[int, Program] = {}
-        self._computed: dict[tuple[int, bool, int], float] = {}
+        self._computed: dict[tuple[int, bool, float], float] = {}
         # Axis, or axis and size -> why it is not for this model.
         self._refused: dict[str, str] = {}
         # Axis -> what is said of it.
@@ -149,21 +153,59 @@ class _Comparison:
             elif found.axis not in looked:
                 self._lines[found.axis] = f"{found.one.name}: {found.seconds:.4g} s, slower"
             looked.add(found.axis)
-        lines = [*self._lines.values(), *self._refused.values(), *self._missing()]
+        best = self._combined(best)
+        lines = [*self._lines.values(), *self._reasons(), *self._missing()]
         return ModuleAnswer(best=best, least=self._least, lines=tuple(lines))
 
+    def _combined(self, best: SharedModules | None) -> SharedModules | None:
+        """Return what divides operators too, if it is faster than `best`.
+
+        Its seconds take a pass each, so those come first that can be fast, until none can.
+        """
+        bounds = [(self._computation(one) / one.tp, one) for one in self._ours(combined)]
+        passes, unseen = 0, 0
+        for least, one in sorted(bounds, key=operator.itemgetter(0)):
+            limit = self._job.seconds if best is None else best.seconds
+            if least >= limit:
+                self._lines.setdefault(kind_of(one), f"{one.name}: {least:.4g} s or more, slower")
+                continue
+            passes += not self._estimator.has_run(one)
+            if passes > _PASSES_MAX:
+                unseen += 1
+                continue
+            if self._is_refused(one) or (found := self._price(one)) is None:
+                continue
+            if found.seconds >= limit:
+                self._lines.setdefault(found.axis, f"{one.name}: {found.seconds:.4g} s, slower")
+                continue
+            best = self._tried(found) or best
+        if unseen:
+            self._lines[TENSOR_AXIS] = f"{unseen} combinations with {TENSOR_AXIS} not looked at"
+        return best
+
     def _is_refused(self, one: Technique) -> bool:
-        axis = axis_of(one)
-        return axis in self._refused or axis.partition(" ")[0] in self._refused
+        """Return whether the technique, or one that is part of it, is not for this model."""
+        names = {axis_of(one), kind_of(one)}
+        names |= {part for name in names for part in name.split(" + ")}
+        return not names.isdisjoint(self._refused)
+
+    def _reasons(self) -> Iterator[str]:
+        """Yield why techniques are not for the model; of combinations one of a kind."""
+        known = {*self._lines}
+        for axis, reason in self._refused.items():
+            kind = " + ".join(part.partition(" ")[0] for part in axis.split(" + "))
+            if kind == axis or kind not in known or "+" not in kind:
+                yield reason
+            known.add(kind)
 
     # What there is.
 
-    def _techniques(self) -> Iterator[Technique]:
-        """Yield the techniques that divide the model, with what the user has decided."""
-        job, decided = self._job, self._config.decided
-        model = self._estimator.divisible(job.topology.per_node)
+    def _ours(self, yielded: Callable[[Divisible], Iterator[Technique]]) -> Iterator[Technique]:
+        """Yield techniques that are for this mesh, with what the user has decided."""
+        decided = self._config.decided
         levels = {self._config.optimizer.zero} if "optimizer" in decided else {0, 1}
-        for one in divided(msgspec.structs.replace(model, tokens=self._tokens)):
+        model = self._estimator.divisible(self._job.topology.per_node)
+        for one in yielded(msgspec.structs.replace(model, tokens=self._tokens)):
             if one.ep * one.cp == 1 or one.zero or not self._is_on_mesh(one):
                 continue
             if "recompute" in decided and one.recompute != bool(self._estimator.blocks):
@@ -177,8 +219,8 @@ class _Comparison:
 
     def _is_on_mesh(self, one: Technique) -> bool:
         """Return whether the mesh that the user has named, if any, is that of `one`."""
-        sizes = {DATA_AXIS: self._job.world // (one.ep * one.cp)}
-        sizes |= {EXPERT_AXIS: one.ep, CONTEXT_AXIS: one.cp}
+        sizes = {DATA_AXIS: self._job.world // (one.ep * one.cp * one.tp)}
+        sizes |= {EXPERT_AXIS: one.ep, CONTEXT_AXIS: one.cp, TENSOR_AXIS: one.tp}
         return all(sizes.get(axis, 1) == size for axis, size in self._job.mesh.items())
 
     def _kinds(self, one: Technique) -> list[str]:
@@ -189,10 +231,16 @@ class _Comparison:
         return [kind for kind in KINDS if all(call.can(kind, one.cp) for call in calls)]
 
     def _calls(self, one: Technique) -> list[AttentionCall]:
-        return [*attention_calls(self._program(one), one.cp)] if one.cp > 1 else []
+        """Return the calls of attention, as if ranks of `tp` shared their heads."""
+        if one.cp == 1:
+            return []
+        return [
+            call._replace(heads=call.heads // one.tp, key_heads=max(1, call.key_heads // one.tp))
+            for call in attention_calls(self._program(one), one.cp)
+        ]
 
     def _samples(self, one: Technique) -> int:
-        return self._job.batch * one.cp // self._job.world
+        return self._job.batch * one.cp * one.tp // self._job.world
 
     def _program(self, one: Technique) -> Program:
         samples = self._samples(one)
@@ -204,46 +252,71 @@ class _Comparison:
 
     def _priced(self) -> Iterator[_Priced]:
         """Yield the techniques with the seconds of a step."""
-        for one in self._techniques():
+        for one in self._ours(divided):
             # Before the seconds, which take longer on models of many blocks.
             least, limit = self._estimator.least(one), self._job.limit
             if limit is not None and least > limit:
                 self._note(one, f"at least {least / _GIB:.3g} GiB, too large", least)
                 continue
-            try:
-                exchanged = self._exchanged(one)
-            except ModelError as error:
-                self._refused[EXPERT_AXIS] = f"{EXPERT_AXIS}: {error.message}"
-                continue
-            world, topology = self._job.world, self._job.topology
-            sizes = self._estimator.sizes(one)
-            trained = self._estimator.trained()
-            own = Parameters(
-                nbytes=sizes.params,
-                stored=sizes.share(world) if one.zero else sizes.params,
-                count=sum(x.numel() for x in trained) / max(1, sum(x.nbytes for x in trained)),
-                sent=traffic(one, sizes, world),
-                units=self._estimator.units if one.zero else 0,
-            )
-            update, reduced = of_parameters(own, topology, world)
-            costs = {
-                "computation": self._computation(one),
-                "update of parameters": update,
-                f"gradients and parameters over {DATA_AXIS}": reduced,
-                f"tokens over {axis_of(one).partition(' ')[0]}": exchanged,
-            }
-            yield _Priced(one, costs)
+            if found := self._price(one):
+                yield found
 
-    def _computation(self, one: Technique) -> float:
+    def _price(self, one: Technique) -> _Priced | None:
+        """Return a technique with the seconds of a step; None if it is not for the model."""
+        try:
+            exchanged = self._exchanged(one)
+            costs = self._over_tp(one) if one.is_combined else {}
+            parts = self._estimator.peaks(one).parts if one.is_combined else {}
+        except ModelError as error:
+            axis = axis_of(one) if one.is_combined else EXPERT_AXIS
+            self._refused[axis] = f"{axis}: {error.message}"
+            return None
+        ranks, topology = self._job.world // one.tp, self._job.topology
+        sizes = self._estimator.sizes(one, parts)
+        trained = self._estimator.trained()
+        own = Parameters(
+            nbytes=sizes.params,
+            stored=sizes.share(ranks) if one.zero else sizes.params,
+            count=sum(x.numel() for x in trained) / max(1, sum(x.nbytes for x in trained)),
+            sent=traffic(one, sizes, ranks),
+            units=self._estimator.units if one.zero else 0,
+        )
+        update, reduced = of_parameters(own, topology, ranks, one.tp)
+        axis = EXPERT_AXIS if one.ep > 1 else CONTEXT_AXIS
+        costs = {
+            "computation": self._computation(one),
+            "update of parameters": update,
+            f"gradients and parameters over {DATA_AXIS}": reduced,
+            f"tokens over {axis}": exchanged,
+            **costs,
+        }
+        return _Priced(one, costs)
+
+    def _over_tp(self, one: Technique) -> dict[str, float]:
+        """Return what ranks of `tp` compute and send of a combination.
+
+        Raises:
+            ModelError: It is not for the model.
+        """
+        run, whole = self._estimator.combined(one)
+        *_, wire = self._job.topology.wires((self._job.world // one.tp, one.tp))
+        parts = whole.computed(self._job.topology) / run.work.computed(self._job.topology)
+        return {
+            "computation": self._computation(one, parts),
+            f"activations over {TENSOR_AXIS}": one.accumulate * run.work.sent(wire),
+        }
+
+    def _computation(self, one: Technique, shared: float | None = None) -> float:
+        """Return the seconds of operators, which ranks of `cp` share unless told otherwise."""
         samples = self._samples(one)
-        key = samples, one.recompute, one.cp
+        key = samples, one.recompute, one.cp if shared is None else shared
         if key not in self._computed:
             self._computed[key] = computation(
                 self._program(one),
                 self._job.topology,
                 samples,
                 recompute=one.recompute,
-                shared=one.cp,
+                shared=key[-1],
             )
         return self._computed[key]
 
@@ -254,9 +327,15 @@ class _Comparison:
             ModelError: The model does not run without values.
         """
         size = one.ep * one.cp
-        *_, wire = self._job.topology.wires((self._job.world // size, size))
+        sizes = (self._job.world // (size * one.tp), size, one.tp)
+        _, wire, _ = self._job.topology.wires(sizes)
+        if one.cp > 1 and not one.kind:
+            return 0.0
         if one.cp > 1:
-            return of_attention(self._calls(one), one.kind, wire) if one.kind else 0.0
+            calls = self._calls(one)
+            if one.is_combined:  # a recomputation calls them again
+                calls = [*self._estimator.combined(one)[0].attention][: len(calls)]
+            return of_attention(calls, one.kind, wire)
         routed = self._estimator.peaks(one).routed
         return one.accumulate * of_experts(routed, len(self._estimator.experts), wire)
 
@@ -295,14 +374,16 @@ class _Comparison:
     def _note(self, one: Technique, said: str, nbytes: float) -> None:
         """Note a technique that does not fit; the report has the last of each axis."""
         self._least = nbytes if self._least is None else min(nbytes, self._least)
-        self._lines[axis_of(one).partition(" ")[0]] = f"{one.name}: {said}"
+        self._lines[kind_of(one)] = f"{one.name}: {said}"
 
     def _written(self, found: _Priced) -> dict[str, Any]:
         """Return the configuration of a technique, without what the user has decided."""
         config = self._estimator.config(found.one)
-        size = max(found.one.ep, found.one.cp)
-        mesh = self._job.mesh or {DATA_AXIS: self._job.world // size, found.axis: size}
-        config["mesh"] = mesh
+        one = found.one
+        sizes = {EXPERT_AXIS: one.ep, CONTEXT_AXIS: one.cp, TENSOR_AXIS: one.tp}
+        mesh = {DATA_AXIS: self._job.world // math.prod(sizes.values())}
+        mesh |= {axis: size for axis, size in sizes.items() if size > 1}
+        config["mesh"] = self._job.mesh or mesh
         return {key: item for key, item in config.items() if key not in self._config.decided}
 
     def _missing(self) -> Iterator[str]:

@@ -8,7 +8,8 @@ follow from arithmetic, since the tokens that travel depend on values.
 from __future__ import annotations
 
 import contextlib
-from collections.abc import Mapping, Sequence
+import math
+from collections.abc import Callable, Collection, Mapping, Sequence
 from functools import partial
 from typing import Any
 
@@ -21,6 +22,7 @@ from msrun.errors import ModelError
 from msrun.parallel.advise.simulate import Peaks, simulate
 from msrun.parallel.config_file import read_config
 from msrun.parallel.layout import plan_axes
+from msrun.parallel.local import local_part
 from msrun.parallel.losses.batch import read_batch
 from msrun.parallel.notation.mesh_layout import EXPERT_AXIS
 from msrun.parallel.rank_context import BatchWeight, Rank, RankContext
@@ -44,8 +46,8 @@ def operators_divided(
     """
     try:
         with fake_ranks(ranks):
-            context = _context({_TENSOR_AXIS: ranks}, ["auto_tp"])
-            return simulate(model, sample, recomputed, _Operators(context, ranks))
+            context = first_of({_TENSOR_AXIS: ranks}, ["auto_tp"])
+            return simulate(model, sample, recomputed, Operators(context, ranks))
     except ModelError as error:
         raise ModelError(error.message.replace(_TENSOR_AXIS, "tp"), hint=error.hint) from None
 
@@ -74,7 +76,7 @@ def tokens_divided(
     """
     with fake_ranks(ranks):
         rule = {"match": "*", "style": "context"} | ({"kind": kind} if kind else {})
-        division = _Tokens(_context({CONTEXT_AXIS: ranks}, [rule]), rule, ranks)
+        division = Tokens(first_of({CONTEXT_AXIS: ranks}, [rule]), rule, ranks)
         peaks = simulate(model, sample, recomputed, division)
     calls = division.attention
     sent = {
@@ -98,7 +100,8 @@ class _Attentions(TorchFunctionMode):
         del types
         kwargs = kwargs or {}
         if func is functional.scaled_dot_product_attention:
-            query, key = (*args, *(kwargs.get(name) for name in ("query", "key")))[:2]
+            given = (*args, *(kwargs.get(name) for name in ("query", "key")))[:2]
+            query, key = map(local_part, given)
             heads = query.shape[1]
             causal = kwargs.get("is_causal", args[5:6] == (True,))
             self._calls.append(
@@ -107,20 +110,34 @@ class _Attentions(TorchFunctionMode):
         return func(*args, **kwargs)
 
 
-def _context(mesh: dict[str, int], plan: list[Any]) -> RankContext:
+def first_of(mesh: dict[str, int], plan: list[Any]) -> RankContext:
+    """Return the first rank on a mesh of ranks that are not there."""
     config = read_config({"mesh": mesh, "plan": plan})
-    ranks = next(iter(mesh.values()))
+    ranks = math.prod(mesh.values())
     rank = Rank(rank=0, world_size=ranks, device=torch.device("cpu"), batch=BatchWeight())
     return rank.place(config)
 
 
-class _Operators:
-    """Divides operators by the plan that ships; a `Division`."""
+class Operators:
+    """Divides operators by the plan that ships; a `Division`.
+
+    Args:
+        context: Of one rank.
+        ranks: Over which it divides.
+        axis: Their axis.
+        apart: Modules that the plan leaves alone.
+    """
 
     divides_tokens = False
 
-    def __init__(self, context: RankContext, ranks: int) -> None:
-        self._context, self.ranks = context, ranks
+    def __init__(
+        self,
+        context: RankContext,
+        ranks: int,
+        axis: str = _TENSOR_AXIS,
+        apart: Collection[str] = (),
+    ) -> None:
+        self._context, self.ranks, self._axis, self._apart = context, ranks, axis, apart
 
     def apply(self, net: nn.Module) -> tuple[Context, Context]:
         """Shard the parameters of `net`, and guard what it computes."""
@@ -130,7 +147,9 @@ class _Operators:
         from msrun.parallel.tensor.plan import plan_modules
 
         shapes = describe_modules(net)
-        rules, _ = make_rules("auto_tp", net, shapes, _TENSOR_AXIS, self.ranks)
+        rules, _ = make_rules("auto_tp", net, shapes, self._axis, self.ranks)
+        for name in rules.rules.keys() & {*self._apart}:
+            del rules.rules[name]
         plans = plan_modules([rules], self._context.layout, shapes, None)
         guard = hooks.apply(net, plans, self._context.root_mesh[plan_axes(self._context.layout)])
         hooks.watch(net, lambda: None)
@@ -142,13 +161,26 @@ class _Operators:
         return batch.inputs, batch.named
 
 
-class _Tokens:
-    """Divides sequences; a `Division`."""
+class Tokens:
+    """Divides sequences; a `Division`.
+
+    Args:
+        context: Of one rank.
+        rule: Of style `context`.
+        ranks: Over which it divides.
+        inside: What divides the same model over further ranks, as `Division.apply`.
+    """
 
     divides_tokens = True
 
-    def __init__(self, context: RankContext, rule: dict[str, Any], ranks: int) -> None:
-        self._context, self._rule, self.ranks = context, rule, ranks
+    def __init__(
+        self,
+        context: RankContext,
+        rule: dict[str, Any],
+        ranks: int,
+        inside: Callable[[nn.Module], tuple[Context, Context]] | None = None,
+    ) -> None:
+        self._context, self._rule, self.ranks, self._inside = context, rule, ranks, inside
         self.attention: list[AttentionCall] = []
 
     def apply(self, net: nn.Module) -> tuple[Context, Context]:
@@ -161,9 +193,9 @@ class _Tokens:
         self._sequences = divide("parallel.plan[0]", rule, self._context.sequence, net)
         sequences = self._sequences
         calls = partial(_Attentions, self.attention)
-        # Modules enter the mode themselves where they run again.
-        computing = partial(entered, [sequences.active, sequences.watched, calls])
-        return computing, contextlib.nullcontext
+        inside, again = self._inside(net) if self._inside else (contextlib.nullcontext,) * 2
+        computing = partial(entered, [sequences.active, inside, sequences.watched, calls])
+        return computing, partial(entered, [sequences.repeated, again])
 
     def part(self, net: nn.Module, inputs: list[Any]) -> tuple[Sequence[Any], Mapping[str, Any]]:
         """Return the tokens of the first rank."""

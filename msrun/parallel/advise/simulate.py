@@ -165,7 +165,7 @@ def _sent(name: str, given: Any, ranks: int) -> float:
     return times.get(name.partition(".")[0], 0) * nbytes
 
 
-class _Undivided:
+class Undivided:
     """Divides nothing; a `Division`."""
 
     ranks = 1
@@ -204,7 +204,7 @@ def simulate(
         ModelError: The forward needs values, or the division refuses the model.
     """
     net = copy.deepcopy(model).train()
-    division = division or _Undivided()
+    division = division or Undivided()
     live = LiveBytes(division.ranks)
     normed: list[int] = []
     for part in batch_norms(net):

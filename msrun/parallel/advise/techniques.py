@@ -89,8 +89,8 @@ class Technique(msgspec.Struct, frozen=True, kw_only=True):
     def name(self) -> str:
         """How reports name it."""
         shared = {"ep": self.ep, "cp": self.cp, "tp": self.tp, "pp": self.pp}
-        how = f" by {self.kind}" if self.kind else ""
-        parts = [f"{axis} {size}{how}" for axis, size in shared.items() if size > 1]
+        how = {"cp": f" by {self.kind}"} if self.kind else {}
+        parts = [f"{axis} {size}{how.get(axis, '')}" for axis, size in shared.items() if size > 1]
         parts += [f"zero {self.zero}"] if self.zero else []
         parts = parts or ["data parallel"]
         parts += ["recompute"] if self.recompute else []
@@ -101,6 +101,11 @@ class Technique(msgspec.Struct, frozen=True, kw_only=True):
     def apart(self) -> int:
         """Ranks that have the same samples."""
         return self.tp * self.pp * self.cp
+
+    @property
+    def is_combined(self) -> bool:
+        """Whether it divides operators, and experts or sequences beside them."""
+        return self.tp > 1 and self.ep * self.cp > 1
 
     @property
     def is_plain(self) -> bool:

@@ -177,6 +177,10 @@ class Sequences(TorchFunctionMode):
         with self._watch or contextlib.nullcontext():
             yield
 
+    def repeated(self) -> contextlib.AbstractContextManager[None]:
+        """Be active in a recomputation, outside of the modes that it enters, as in a step."""
+        return self.inside(is_all=False)
+
     def _active_watch(self) -> TokenWatch | None:
         return None if is_in_backward() else self._watch
 

@@ -100,7 +100,60 @@ class Smoothed(Text):
         return functional.cross_entropy(x.flatten(0, 1), target.flatten())
 
 
+class Wide(nn.Module):
+    def __init__(self, width):
+        super().__init__()
+        self.up, self.down = nn.Linear(width, 16 * width), nn.Linear(16 * width, width)
+
+    def forward(self, x):
+        return x + self.down(torch.relu(self.up(x)))
+
+
+class Both(Mixture):
+    """Most of its weights are in few experts, and in linear layers as large as these."""
+
+    def __init__(self):
+        super().__init__(experts=2)
+        self.wide = nn.ModuleList(Wide(64) for _ in self.layers)
+
+    def forward(self, words, target):
+        x = self.embed(words)
+        for layer, wide in zip(self.layers, self.wide, strict=True):
+            x = wide(layer(x))
+        return functional.cross_entropy(self.head(x).flatten(0, 1), target.flatten())
+
+
+class Attention(nn.Module):
+    def __init__(self, width, heads):
+        super().__init__()
+        self.num_heads = heads
+        self.q_proj, self.k_proj, self.v_proj, self.o_proj = (
+            nn.Linear(width, width) for _ in range(4)
+        )
+
+    def forward(self, x):
+        query, key, value = (
+            part(x).unflatten(2, (self.num_heads, -1)).transpose(1, 2)
+            for part in (self.q_proj, self.k_proj, self.v_proj)
+        )
+        y = functional.scaled_dot_product_attention(query, key, value, is_causal=True)
+        return x + self.o_proj(y.transpose(1, 2).flatten(2))
+
+
+class Long(Text):
+    """Its linear layers are as large as its activations."""
+
+    def __init__(self, width=64, heads=4):
+        super().__init__(width, heads, heads)
+        self.blocks = nn.ModuleList(
+            nn.Sequential(nn.LayerNorm(width), Attention(width, heads), Wide(width))
+            for _ in range(3)
+        )
+
+
 MODELS = {
+    "both": Both,
+    "long": Long,
     "mixture": Mixture,
     "text": lambda: Text(64, 8, 1),
     "text of 3 heads": lambda: Text(heads=3, key_heads=3),

@@ -48,7 +48,7 @@ class Parameters(msgspec.Struct, frozen=True, kw_only=True):
 
 
 def computation(
-    program: Program, topology: Topology, batch: int, *, recompute: bool, shared: int
+    program: Program, topology: Topology, batch: int, *, recompute: bool, shared: float
 ) -> float:
     """Return the seconds that a rank computes in a step, updates of parameters left out.
 
@@ -57,7 +57,7 @@ def computation(
         topology: What it runs on.
         batch: These samples.
         recompute: Whether repeated blocks compute their forward twice.
-        shared: Ranks that share each sequence.
+        shared: Into how many equal parts ranks share this computation.
     """
     setting = Setting(sizes=(1,), topology=topology, batch=batch, recompute=recompute)
     result = search(program, setting)
@@ -74,12 +74,21 @@ def _update(topology: Topology, count: float, nbytes: float) -> float:
     return 2 * (nbytes + count * state) / topology.memory_bandwidth
 
 
-def of_parameters(own: Parameters, topology: Topology, world: int) -> tuple[float, float]:
-    """Return the seconds of the update, and those of gradients and gathered parameters."""
+def of_parameters(
+    own: Parameters, topology: Topology, world: int, inside: int = 1
+) -> tuple[float, float]:
+    """Return the seconds of the update, and those of gradients and gathered parameters.
+
+    Args:
+        own: Of a rank.
+        topology: What it runs on.
+        world: Ranks that reduce gradients.
+        inside: Ranks that share operators, next to each other.
+    """
     update = _update(topology, own.stored * own.count, own.stored)
     if world == 1:
         return update, 0.0
-    (wire,) = topology.wires((world,))
+    wire, *_ = topology.wires((world, inside))
     times = own.units or max(1, math.ceil(own.nbytes / _BUCKET))
     start, _ = collective(MoveKind.REDUCE, wire)
     sent = times * start + _seconds_a_byte(wire) * own.sent
