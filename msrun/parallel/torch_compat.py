@@ -656,7 +656,12 @@ def is_in_backward() -> bool:
 
     At the end of each autograd node torch restores the modes that were active at its start.
     """
-    return int(torch._C._current_graph_task_id()) != -1  # noqa: SLF001 - there is no public form
+    return backward_number() != -1
+
+
+def backward_number() -> int:
+    """Return the number of the backward pass that this thread runs, each with its own; else -1."""
+    return int(torch._C._current_graph_task_id())  # noqa: SLF001 - there is no public form
 
 
 def is_to_run(step: Any) -> bool:

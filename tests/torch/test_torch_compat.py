@@ -108,6 +108,17 @@ def test_after_backward_comes_behind_every_gradient_on_the_same_thread():
     assert seen == [(True, True, threading.get_ident())]
 
 
+def test_each_backward_has_a_number_of_its_own():
+    found = [torch_compat.backward_number()]
+    for _ in range(2):
+        weight = torch.ones(1, requires_grad=True)
+        weight.register_hook(lambda _: found.append(torch_compat.backward_number()))
+        (weight * 2).backward()
+
+    assert found[0] == -1
+    assert len({*found}) == len(found)
+
+
 def test_after_backward_counts_for_one_backward():
     x = torch.ones((), requires_grad=True)
     seen = []

@@ -226,6 +226,14 @@ class Shared(Loop):
         self.experts[1] = self.experts[0]
 
 
+class Tied(Loop):
+    """Has one weight in two experts."""
+
+    def __init__(self):
+        super().__init__()
+        self.experts[1].down.weight = self.experts[0].down.weight
+
+
 def of_kind(one):
     return type("OfKind", (Loop,), {"kind": one})
 
@@ -235,6 +243,7 @@ MIXTURE = (
     "layers.0.mlp: its forward ran twice, since its experts are a list of which ranks have parts, "
     "and called its modules otherwise the second time"
 )
+SHARING = f"{OF}: members have no parameters, or share them with each other or other modules"
 CASES = {
     "buffered": (
         of_kind(Buffered),
@@ -287,7 +296,8 @@ CASES = {
             "kind"
         ),
     ),
-    "shared": (Shared, f"{OF}: members have no parameters, or share them with other modules"),
+    "shared": (Shared, SHARING),
+    "tied": (Tied, SHARING),
 }
 
 
