@@ -979,6 +979,46 @@ def _grouping(plain: Any, kind_of: Callable[[Tensor], object | None]) -> Callabl
     return grouped
 
 
+def watch_sharded_values(
+    check_value: Callable[[Any], None], name_error: Callable[[RuntimeError], BaseException | None]
+) -> None:
+    """Have values and backward passes of DTensors pass two functions; a second call does nothing.
+
+    torch's `item()` returns what this rank has of a sum, and its `format` fails.
+
+    Args:
+        check_value: Called with each DTensor whose value Python reads.
+        name_error: Returns the error to raise for one of `backward()` of a DTensor; None lets it.
+    """
+    from torch.distributed.tensor import DTensor
+
+    kind: Any = DTensor
+    handlers = kind._op_dispatcher._custom_op_handlers  # noqa: SLF001 - there is no public form
+    read = torch.ops.aten._local_scalar_dense.default  # noqa: SLF001
+    if read in handlers:
+        return
+
+    def value(operator: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+        check_value(args[0])
+        return operator(args[0].to_local(), **kwargs)
+
+    run: Any = kind.backward
+
+    def backward(loss: Any, *args: Any, **kwargs: Any) -> None:
+        try:
+            run(loss, *args, **kwargs)
+        except RuntimeError as error:
+            if (named := name_error(error)) is None:
+                raise
+            raise named from None
+
+    def text(tensor: Any, spec: str) -> str:
+        return format(tensor.item() if tensor.dim() == 0 else str(tensor), spec)
+
+    handlers[read] = value
+    kind.backward, kind.__format__ = backward, text
+
+
 def takes_device(operator: Any) -> bool:
     """Return whether `operator` takes the device of its result as an argument."""
     arguments = operator._schema.arguments  # noqa: SLF001 - there is no public form

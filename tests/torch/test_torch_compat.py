@@ -83,6 +83,7 @@ from msrun.parallel.torch_compat import (
     transforming_whole,
     viewed,
     watch_joined_inputs,
+    watch_sharded_values,
     watch_units,
     without_dispatch_in_branches,
     without_forward_hooks,
@@ -910,6 +911,35 @@ def test_functions_over_lists_split_them_by_kind():
     assert (total, gradients) == (pytest.approx(20**0.5), [4.0, 1.0])
     # A list of each kind, where torch makes one of a device and type.
     assert lists == [1, 1]
+
+
+def _values_of_dtensors():
+    dist.init_process_group("fake", store=dist.HashStore(), rank=0, world_size=2)
+    mesh = init_device_mesh("cpu", (2,))
+    read = []
+
+    def check(tensor):
+        read.append(tensor.placements)
+
+    watch_sharded_values(check, lambda error: KeyError(str(error)))
+    whole = DTensor.from_local(torch.tensor(2.5), mesh, [Replicate()], run_check=False)
+    part = DTensor.from_local(torch.tensor(1.0), mesh, [Partial()], run_check=False)
+    part.requires_grad_()
+    plain = torch.ones(3, requires_grad=True)
+    values = [f"{whole:.2f}", float(whole), bool(whole > 2), part.detach().item()]
+    try:
+        (functional.cross_entropy(plain, torch.tensor(0)) + part * 2).backward()
+    except KeyError as error:
+        return values, [str(placement) for placement, *_ in read], str(error)
+
+
+def test_values_and_backward_passes_of_dtensors_are_watched():
+    with ProcessPoolExecutor(1, mp_context=multiprocessing.get_context("spawn")) as pool:
+        values, placements, said = pool.submit(_values_of_dtensors).result()
+
+    assert values == ["2.50", 2.5, True, 1.0]
+    assert len(placements) == len(values)
+    assert "mixed torch.Tensor and DTensor" in said
 
 
 def test_hooks_of_all_modules_are_known():
