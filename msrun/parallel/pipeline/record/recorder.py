@@ -351,7 +351,8 @@ class ForwardRecorder(TorchFunctionMode):
             if id(value) not in self._originals:
                 self.refuse(
                     f"forward hands {receiver} an object of {type(value).__name__}",
-                    "only tensors and plain values go to and between stages",
+                    "only tensors and plain values go to and between stages; make the object in "
+                    "the module that uses it, or train without pp",
                 )
             value = self._originals[id(value)]
         return self._free("call_function", Held(value), ())
