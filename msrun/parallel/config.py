@@ -334,7 +334,9 @@ class ParallelConfig(ConfigSection, frozen=True, kw_only=True):
             "mode manual leaves the reduction to the script": self.mode == "manual",
             "stages of a pipeline have other parameters each": self.pipeline is not None,
             "verify compares with one process, which has no servers": bool(self.verify),
-            "precision would send them gradients of a scaled loss": self.precision == "fp16",
+            "precision: fp16 would send them gradients of a scaled loss (choose bf16)": (
+                self.precision == "fp16"
+            ),
         }
         for sentence, is_so in others.items():
             if self.servers and is_so:
