@@ -238,15 +238,18 @@ def test_wrong_keys(keys, sentence):
 
 
 @pytest.mark.parametrize(
-    "keys",
+    ("keys", "sentence"),
     [
-        {"mode": "auto"},
-        {"mode": "manual"},
-        {"verify": 1},
-        {"pipeline": {"stages": {"a": 0}, "microbatches": 2}},
-        {"precision": "fp16"},
+        ({"mode": "auto"}, "mode auto plans whole models"),
+        ({"mode": "manual"}, "mode manual leaves the reduction to the script"),
+        ({"verify": 1}, "verify compares with one process, which has no servers"),
+        (
+            {"pipeline": {"stages": {"a": 0}, "microbatches": 2}},
+            "every rank gives them the same parameters, and each stage of a pipeline has its own",
+        ),
+        ({"precision": "fp16"}, "precision would send them gradients of a scaled loss"),
     ],
 )
-def test_what_is_not_composed(keys):
-    with pytest.raises(ConfigError, match=r"parallel\.servers: "):
+def test_what_is_not_composed(keys, sentence):
+    with pytest.raises(ConfigError, match=re.escape(f"parallel.servers: {sentence}")):
         parse_config({"servers": {"params": ["a"]}, **keys})
