@@ -8,7 +8,7 @@ import pytest
 import torch
 import torch.distributed as dist
 from lists import LISTS, Expert, Loop
-from mixtures import EXPERTS, RULE, WIDTH, Language, build, difference, texts, token_loss
+from mixtures import CHOICES, EXPERTS, RULE, WIDTH, Language, build, difference, texts, token_loss
 from ranks import run_warm
 from test_expert_state import LAYOUTS, continued, first_step, whole_weights
 from test_experts import CONFIGS
@@ -375,3 +375,46 @@ def overlapped(path):
 
 def test_a_shared_expert_runs_while_rows_travel_and_while_their_gradients_do(tmp_path):
     assert run_warm(overlapped, 2, str(tmp_path / "store")) == [0, 2]
+
+
+class Favourites(Loop):
+    """All tokens choose the first experts, so that other ranks compute no row."""
+
+    def route(self, rows):
+        weights, _ = self.gate(rows).softmax(-1).topk(CHOICES)
+        return weights, torch.arange(CHOICES).expand(len(rows), -1)
+
+
+class OwnLoss(nn.Module):
+    def __init__(self):
+        super().__init__()
+        self.first, self.mix, self.head = nn.Linear(WIDTH, WIDTH), Favourites(), nn.Linear(WIDTH, 3)
+
+    def forward(self, x, labels):
+        return {
+            "loss": functional.cross_entropy(
+                self.head(self.mix(self.first(x))).flatten(0, 1), labels
+            )
+        }
+
+
+def losses_of_favourites(config):
+    rt = msrun.init(config)
+    torch.manual_seed(0)
+    model = rt.shard(OwnLoss())
+    update = rt.optimizer(torch.optim.SGD(model.parameters(), lr=0.5))
+    draw = torch.Generator().manual_seed(1)
+    share, count = rt.coordinate.get("dp", 0), rt.layout.size("dp")
+    found = []
+    for _ in range(3):
+        x = torch.randn(8, 4, WIDTH, generator=draw).chunk(count)[share]
+        labels = torch.randint(0, 3, (8, 4), generator=draw).chunk(count)[share]
+        found.append(rt.step(model, update, {"x": x, "labels": labels.flatten()}).item())
+    return found
+
+
+def test_rank_without_rows_for_its_experts_takes_the_loss_of_a_model_as_the_others_do():
+    expected = run_warm(losses_of_favourites, 1, {})[0]
+
+    for found in run_warm(losses_of_favourites, 2, {"mesh": {"ep": 2}, "plan": [RULE]}):
+        assert found == pytest.approx(expected, rel=1e-5)

@@ -1,12 +1,17 @@
 """Operators and recomputed functions between stages, which a recording calls again."""
 
+import warnings
+
 import pytest
 import torch
+from pipelines import pipeline
 from ranks import run_warm
 from torch import nn
 from torch.utils.checkpoint import checkpoint
 
 import msrun
+from msrun.errors import UsageError
+from msrun.parallel.pipeline.plan import plan_split
 
 pytestmark = pytest.mark.torch
 
@@ -55,3 +60,42 @@ def off_by(kind):
 @pytest.mark.parametrize("kind", [Powers, Checkpoints])
 def test_what_runs_between_stages_is_that_of_one_process(kind):
     assert max(run_warm(off_by, 2, kind)) < 1e-12
+
+
+def _scaled_tanh(x):
+    return x * torch.tanh(x)
+
+
+with warnings.catch_warnings():
+    warnings.simplefilter("ignore")  # it is deprecated, and in many models
+    scripted = torch.jit.script(_scaled_tanh)
+
+
+class Scripted(Powers):
+    """Calls a function of TorchScript between its modules."""
+
+    def forward(self, x):
+        return self.second(scripted(self.first(x)))
+
+
+class ScriptedInPart(Powers):
+    """Calls it in a function, so that forward does not name it."""
+
+    def forward(self, x):
+        return self.second(_in_part(self.first(x)))
+
+
+def _in_part(x):
+    return scripted(x)
+
+
+@pytest.mark.parametrize(
+    ("kind", "caller"), [(Scripted, Scripted.forward), (ScriptedInPart, _in_part)]
+)
+def test_a_function_of_torchscript_between_stages_is_refused_by_name(kind, caller):
+    with pytest.raises(UsageError) as caught:
+        plan_split(kind(), pipeline({"first": 0, "second": 1}), 2, (torch.randn(4, 6),))
+
+    assert "forward calls scripted, a function of torch.jit.script" in str(caught.value)
+    line = caller.__code__.co_firstlineno + 1
+    assert f"(test_recorded_operators.py, line {line})" in str(caught.value)
