@@ -70,12 +70,14 @@ def join_axes(mesh: DeviceMesh) -> None:
 
     It makes a process group: all ranks call it, in one order.
     """
-    mesh._flatten("+".join(mesh.mesh_dim_names or ()))  # noqa: SLF001 - there is no public form
+    with outside_of_tracing():  # meshes have values
+        mesh._flatten("+".join(mesh.mesh_dim_names or ()))  # noqa: SLF001 - there is no public form
 
 
 def joined(mesh: DeviceMesh, name: str) -> DeviceMesh:
     """Return the axes of `mesh` as one axis `name`; all ranks call it, in one order."""
-    return mesh._flatten(name)  # noqa: SLF001 - there is no public form
+    with outside_of_tracing():
+        return mesh._flatten(name)  # noqa: SLF001 - there is no public form
 
 
 def move_shards_by_all_to_all() -> None:
@@ -1249,8 +1251,8 @@ def fake_mode() -> Any:
 
 
 @contextmanager
-def fake_ranks(count: int) -> Iterator[None]:
-    """Inside, this process is the first of `count` ranks, whose collectives send nothing.
+def fake_ranks(count: int, rank: int = 0) -> Iterator[None]:
+    """Inside, this process is `rank` of `count` ranks, whose collectives send nothing.
 
     Process groups that are there before stay as they are: nothing is sent, and the numbers by which
     torch names further groups, alike on all ranks, go on as without this.
@@ -1263,7 +1265,7 @@ def fake_ranks(count: int) -> Iterator[None]:
     method, backend = c10d._default_pg_init_method, c10d._backend  # noqa: SLF001
     c10d._update_default_pg(None)  # noqa: SLF001
     try:
-        dist.init_process_group("fake", store=FakeStore(), rank=0, world_size=count)
+        dist.init_process_group("fake", store=FakeStore(), rank=rank, world_size=count)
         yield
     finally:
         # First: torch ends all groups together with the default one.
@@ -1288,7 +1290,7 @@ def with_values() -> AbstractContextManager[Any]:
 
 
 def outside_of_tracing() -> AbstractContextManager[Any]:
-    """Return a context in which functions compute values, inside of `torch.export`."""
+    """Return a context in which functions compute values, inside of modes without them."""
     from torch.utils._python_dispatch import _disable_current_modes
 
     return _disable_current_modes()

@@ -1,17 +1,20 @@
 """One rank of several that share a model, for `simulate`: the runtime's own modules and no ranks.
 
-Operators are divided by the plan that ships for the model (`auto_tp`), sequences by style
-`context`.  Both run as in training, among ranks that are not there.  Experts on ranks of their own
+Operators are divided by the plan that ships for the model (`auto_tp`) or by the rules of a grid,
+sequences by style `context`, images by `data`.  All run as in training, among ranks that are not
+there.  Experts on ranks of their own
 follow from arithmetic, since the tokens that travel depend on values.
 """
 
 from __future__ import annotations
 
 import contextlib
+import math
 from collections.abc import Mapping, Sequence
 from functools import partial
 from typing import Any
 
+import msgspec
 import torch
 from torch import nn
 from torch.nn import functional
@@ -19,6 +22,7 @@ from torch.overrides import TorchFunctionMode
 
 from msrun.errors import ModelError
 from msrun.parallel.advise.simulate import Peaks, simulate
+from msrun.parallel.config import DATA_AXIS
 from msrun.parallel.config_file import read_config
 from msrun.parallel.layout import plan_axes
 from msrun.parallel.losses.batch import read_batch
@@ -31,7 +35,7 @@ from msrun.parallel.torch_compat import fake_ranks
 
 # DTensor keeps what it works out by mesh, groups included.  Under a name that no mesh of a job has,
 # nothing of ranks that are not there is found by ranks that are, as in a process that forks them.
-_TENSOR_AXIS = "advised_tp"
+_TENSOR_AXIS, _OF_GRID = "advised_tp", "advised_"
 
 
 def operators_divided(
@@ -44,10 +48,64 @@ def operators_divided(
     """
     try:
         with fake_ranks(ranks):
-            context = _context({_TENSOR_AXIS: ranks}, ["auto_tp"])
+            context = _context({_TENSOR_AXIS: ranks}, plan=["auto_tp"])
             return simulate(model, sample, recomputed, _Operators(context, ranks))
     except ModelError as error:
         raise ModelError(error.message.replace(_TENSOR_AXIS, "tp"), hint=error.hint) from None
+
+
+def grid_divided(
+    model: nn.Module, sample: Sequence[Any], axes: Mapping[str, int], config: Mapping[str, Any]
+) -> Peaks:
+    """Return what a pass takes on one rank of a grid.
+
+    Args:
+        model: On the device `meta`.
+        sample: Of a local batch, as of `simulate`.
+        axes: Axis of the grid -> size.
+        config: With the plan that divides the model.
+
+    Raises:
+        ModelError: The runtime refuses the plan for the model, or the model needs values.
+    """
+    mesh = {_OF_GRID + axis: size for axis, size in axes.items()}
+    plan = [{**rule, "axes": [_OF_GRID + axis for axis in rule["axes"]]} for rule in config["plan"]]
+    ranks = math.prod(axes.values())
+    try:
+        with fake_ranks(ranks):
+            peaks = simulate(model, sample, (), _Operators(_context(mesh, plan=plan), ranks, plan))
+    except ModelError as error:
+        raise ModelError(error.message.replace(_OF_GRID, ""), hint=error.hint) from None
+    return peaks
+
+
+def images_divided(
+    model: nn.Module, sample: Sequence[Any], axes: Mapping[str, int], config: Mapping[str, Any]
+) -> Peaks:
+    """Return what a pass takes on the largest of the ranks that have parts of images.
+
+    Args:
+        model: On the device `meta`.
+        sample: Of a local batch, as of `simulate`.
+        axes: Axis that divides images -> size.
+        config: With the names of the values that are divided.
+
+    Raises:
+        ModelError: A function of the model is not known on parts, or the model needs values.
+    """
+    mesh, data = {DATA_AXIS: 1, **axes}, config["data"]
+    ranks = math.prod(axes.values())
+    # The first rank has as many rows as any, and the next has neighbours on both sides.
+    inner = 0
+    for size in axes.values():
+        inner = inner * size + (size > 2)  # noqa: PLR2004 - of two ranks each is at an end
+    found = []
+    for rank in sorted({0, inner}):
+        with fake_ranks(ranks, rank):
+            context = _context(mesh, rank=rank, data=data)
+            found.append(simulate(model, sample, (), _ImageParts(context, mesh, data, ranks)))
+    # Batch norms of parts are part of the pass.
+    return max(found, key=lambda one: one.total)._replace(normed=0)
 
 
 def tokens_divided(
@@ -74,7 +132,7 @@ def tokens_divided(
     """
     with fake_ranks(ranks):
         rule = {"match": "*", "style": "context"} | ({"kind": kind} if kind else {})
-        division = _Tokens(_context({CONTEXT_AXIS: ranks}, [rule]), rule, ranks)
+        division = _Tokens(_context({CONTEXT_AXIS: ranks}, plan=[rule]), rule, ranks)
         peaks = simulate(model, sample, recomputed, division)
     calls = division.attention
     sent = {
@@ -107,20 +165,23 @@ class _Attentions(TorchFunctionMode):
         return func(*args, **kwargs)
 
 
-def _context(mesh: dict[str, int], plan: list[Any]) -> RankContext:
-    config = read_config({"mesh": mesh, "plan": plan})
-    ranks = next(iter(mesh.values()))
-    rank = Rank(rank=0, world_size=ranks, device=torch.device("cpu"), batch=BatchWeight())
-    return rank.place(config)
+def _context(mesh: Mapping[str, int], rank: int = 0, **others: Any) -> RankContext:
+    config, ranks = read_config({"mesh": dict(mesh), **others}), math.prod(mesh.values())
+    one = Rank(rank=rank, world_size=ranks, device=torch.device("cpu"), batch=BatchWeight())
+    return one.place(config)
 
 
 class _Operators:
-    """Divides operators by the plan that ships; a `Division`."""
+    """Divides operators by rules, or by the plan that ships without any; a `Division`."""
 
     divides_tokens = False
 
-    def __init__(self, context: RankContext, ranks: int) -> None:
+    def __init__(
+        self, context: RankContext, ranks: int, rules: Sequence[dict[str, Any]] = ()
+    ) -> None:
+        self._mesh = context.root_mesh[plan_axes(context.layout)]
         self._context, self.ranks = context, ranks
+        self._rules = [msgspec.convert(rule, PlanRule) for rule in rules]
 
     def apply(self, net: nn.Module) -> tuple[Context, Context]:
         """Shard the parameters of `net`, and guard what it computes."""
@@ -130,9 +191,11 @@ class _Operators:
         from msrun.parallel.tensor.plan import plan_modules
 
         shapes = describe_modules(net)
-        rules, _ = make_rules("auto_tp", net, shapes, _TENSOR_AXIS, self.ranks)
-        plans = plan_modules([rules], self._context.layout, shapes, None)
-        guard = hooks.apply(net, plans, self._context.root_mesh[plan_axes(self._context.layout)])
+        rules: list[Any] = [*self._rules]
+        if not rules:
+            rules = [make_rules("auto_tp", net, shapes, _TENSOR_AXIS, self.ranks)[0]]
+        plans = plan_modules(rules, self._context.layout, shapes, None)
+        guard = hooks.apply(net, plans, self._mesh)
         hooks.watch(net, lambda: None)
         return guard.active_with_loss, guard.active
 
@@ -170,6 +233,30 @@ class _Tokens:
         batch = read_batch(net, [*inputs, None], has_loss=True)
         part = self._sequences.cut(net, batch)
         self._sequences.begin(part)
+        return part.inputs, part.named
+
+
+class _ImageParts:
+    """Divides images; a `Division`."""
+
+    divides_tokens = False
+
+    def __init__(
+        self, context: RankContext, mesh: Mapping[str, int], data: dict[str, Any], ranks: int
+    ) -> None:
+        self._context, self.ranks = context, ranks
+        self._config = read_config({"mesh": dict(mesh), "data": data})
+
+    def apply(self, net: nn.Module) -> tuple[Context, Context]:
+        """Have `net` compute on the parts of one rank."""
+        from msrun.parallel.images.apply import divide_images
+
+        self._images = divide_images(self._config, self._context, net)
+        return self._images.active, contextlib.nullcontext
+
+    def part(self, net: nn.Module, inputs: list[Any]) -> tuple[Sequence[Any], Mapping[str, Any]]:
+        """Return the parts of the rank."""
+        part = self._images.cut(net, read_batch(net, [*inputs, None], has_loss=True))
         return part.inputs, part.named
 
 

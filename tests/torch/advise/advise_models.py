@@ -11,6 +11,7 @@ from msrun.parallel.advise.advise import AdviceRequest, advise_model
 from msrun.parallel.advise.simulate import LiveBytes, is_plain
 from msrun.parallel.auto.tracing.structure import leaf_tensors
 from msrun.parallel.local import local_part
+from msrun.parallel.search.cost.topology import preset
 from msrun.parallel.torch_compat import is_fake
 
 LOCAL, RANKS = 8, 2
@@ -128,7 +129,7 @@ def made(name):
 def local(batch, rt):
     """Return the samples of this rank."""
     count, share = rt.layout.axes.get("dp", 1), rt.coordinate.get("dp", 0)
-    return {key: x.chunk(count)[share] for key, x in batch.items()}
+    return {key: x.chunk(count)[share].clone() for key, x in batch.items()}
 
 
 def measured(name, config):
@@ -140,7 +141,8 @@ def measured(name, config):
     net = rt.shard(made(name), sample=batches[0])
     optimizer = rt.optimizer(torch.optim.AdamW(net.parameters(), foreach=False))
     held = Held()
-    for batch in batches:
+    while batches:
+        batch = batches.pop()
         held.know([*net.parameters(), *net.buffers(), *batch.values()])
         with held.counted():
             rt.step(net, optimizer, batch)
@@ -149,7 +151,12 @@ def measured(name, config):
 
 def request(memory, world=RANKS):
     return AdviceRequest(
-        target="", world=world, memory=memory, batch=None, optimizer="adam", is_host=True
+        target="",
+        world=world,
+        memory=memory,
+        batch=None,
+        optimizer="adam",
+        topology=preset("cpu"),
     )
 
 

@@ -9,7 +9,10 @@ from torch import nn
 from torch.nn import functional
 
 import msrun
+from msrun.parallel.auto.tracing.trace import trace
 from msrun.parallel.collectives import all_reduce
+from msrun.parallel.search.alternatives.chosen import AlternativeJob, Alternatives
+from msrun.parallel.search.cost.topology import find_topology
 
 pytestmark = [
     pytest.mark.torch,
@@ -113,6 +116,31 @@ def assert_equal(found, expected):
     assert found[2] == pytest.approx(said, rel=1e-9)
     for ours, theirs in zip(found[1], tensors, strict=True):
         assert torch.allclose(ours, theirs, rtol=1e-8, atol=1e-10)
+
+
+class Slow:
+    """A plan that takes longer than any grid."""
+
+    seconds = 1.0
+
+
+@pytest.mark.parametrize(("overlap", "style"), [(0.0, "grid 3d"), (0.9, "grid 2.5d")])
+def test_gradients_that_hide_make_the_first_axis_of_a_cube_divide_samples(tmp_path, overlap, style):
+    """2.5d averages gradients where 3d gathers weights, and only gradients hide."""
+    links = tmp_path / "links.yaml"
+    links.write_text(f"{LINKS}overlap: {overlap}\n")
+    with torch.device("meta"):
+        net, sample = Residual(), [torch.randn(4, WIDTH)] * 2
+    traced = trace(net, sample)
+    job = AlternativeJob(
+        topology=find_topology(str(links)),
+        world=8,
+        batch=4,
+        mesh={"x": 2, "y": 2, "z": 2},
+        microbatches=1,
+    )
+    others = Alternatives(job, lambda: (traced.modules, ""), lambda _: traced.program)
+    assert others.fastest(Slow).name == style
 
 
 CASES = {

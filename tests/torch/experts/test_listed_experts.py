@@ -2,13 +2,25 @@
 
 import copy
 import datetime as dt
+import functools
 import itertools
 
 import pytest
 import torch
 import torch.distributed as dist
 from lists import LISTS, Expert, Loop
-from mixtures import CHOICES, EXPERTS, RULE, WIDTH, Language, build, difference, texts, token_loss
+from mixtures import (
+    CHOICES,
+    EXPERTS,
+    MODELS,
+    RULE,
+    WIDTH,
+    Language,
+    build,
+    difference,
+    texts,
+    token_loss,
+)
 from ranks import run_warm
 from test_expert_state import LAYOUTS, continued, first_step, whole_weights
 from test_experts import CONFIGS
@@ -146,6 +158,30 @@ class Three(Loop):
 
     def route(self, rows):
         return self.gate(rows)[:, :3].softmax(-1).topk(2)
+
+
+MODELS["three"] = functools.partial(Language, Three)
+
+
+def test_ranks_have_unlike_numbers_of_experts():
+    config = {"mesh": {"ep": 2}, "plan": [RULE]}
+    found = run_warm(differences, 2, ["three"], config)
+    assert found == [{"three": pytest.approx(0, abs=2e-6)}] * 2
+
+
+def too_few():
+    rt = msrun.init({"mesh": {"ep": 4}, "plan": [RULE]})
+    with pytest.raises(UsageError) as caught:
+        rt.shard(build("three"))
+    return caught.value.message
+
+
+def test_fewer_experts_than_ranks_are_refused():
+    sentence = (
+        "parallel.plan[0].style: layers.0.mlp.experts has 3 experts, fewer than the 4 ranks of "
+        "ep (choose ep 3 or less)"
+    )
+    assert run_warm(too_few, 4) == [sentence] * 4
 
 
 class Buffered(Expert):
@@ -325,6 +361,52 @@ def test_lists_that_ranks_cannot_share_are_refused():
     for found in run_warm(said, 2, list(CASES)):
         for name, (_, sentence) in CASES.items():
             assert found[name] in {sentence.format(number) for number in range(EXPERTS)}
+
+
+LIST = "the experts of the list layers.0.mlp.experts (parallel.plan[0])"
+# Keys beside a list, and how each is refused.
+BESIDE = {
+    "verify": ({"verify": {"steps": 1}}, f"verify: one process has no part of {LIST}"),
+    "dtype": (
+        {"optimizer": {"zero": 1, "dtype": "bfloat16"}},
+        f"optimizer.dtype: casts what is gathered, and not {LIST}",
+    ),
+    "offload": (
+        {"optimizer": {"zero": 1, "offload": True}},
+        f"optimizer.offload: keeps on the host what is gathered, and not {LIST}",
+    ),
+    "dropout": ({"dropout": "exact"}, f"dropout: exact draws masks of samples, and not of {LIST}"),
+    "bf16": ({"precision": "bf16"}, "precision: was not compared over the axis ep (leave out one)"),
+    "fp16": ({"precision": "fp16"}, "precision: was not compared over the axis ep (leave out one)"),
+    "compile": (
+        {"compile": {"modules": ["layers.*"]}},
+        "compile: was not compared over the axis ep (leave out one)",
+    ),
+}
+
+
+def said_beside():
+    """Return what is said of each key, on this rank."""
+    found = {}
+    for name, (options, _) in BESIDE.items():
+        with pytest.raises(UsageError) as caught:
+            begin(options)
+        found[name] = caught.value.message.removeprefix("parallel: ")
+    return found
+
+
+def begin(options):
+    rt = msrun.init({**EP, **options})
+    try:
+        rt.shard(build("list"))
+    finally:
+        rt.close()
+
+
+def test_what_knows_no_experts_of_a_list_is_refused():
+    expected = {name: sentence for name, (_, sentence) in BESIDE.items()}
+    for found in run_warm(said_beside, 4):
+        assert {name: x.removeprefix("parallel.") for name, x in found.items()} == expected
 
 
 class Delayed:
