@@ -13,6 +13,7 @@ import logging
 import sys
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import AbstractContextManager, contextmanager, nullcontext, redirect_stderr
+from copy import copy
 from functools import partial, wraps
 from pathlib import Path
 from types import CodeType, FrameType
@@ -27,6 +28,7 @@ from torch.utils import checkpoint
 if TYPE_CHECKING:
     from torch.distributed.device_mesh import DeviceMesh
     from torch.distributed.fsdp import FSDPModule
+    from torch.distributed.tensor import DTensor
     from torch.distributed.tensor.placement_types import Placement
     from torch.overrides import TorchFunctionMode
 
@@ -163,7 +165,26 @@ def begin_collective(
 ) -> Callable[[], Tensor]:
     """Start `functional_collective`, and return what waits for it and returns its result."""
     operators = torch.ops._c10d_functional  # noqa: SLF001 - the public operators are in place
-    return partial(operators.wait_tensor, getattr(operators, name)(x, *options, group.group_name))
+    with _below_autograd():
+        begun = getattr(operators, name)(x, *options, group.group_name)
+    return partial(_waited, begun)
+
+
+def _waited(begun: Tensor) -> Tensor:
+    with _below_autograd():
+        found: Tensor = torch.ops._c10d_functional.wait_tensor(begun)  # noqa: SLF001
+    return found
+
+
+def _below_autograd() -> AbstractContextManager[Any]:
+    """Return a context in which operators go past autograd, if it records nothing anyway.
+
+    torch has formulas of collectives in Python, which take longer than to begin one.
+    """
+    if torch.is_grad_enabled():
+        return nullcontext()
+    below: AbstractContextManager[Any] = torch._C._AutoDispatchBelowAutograd()  # noqa: SLF001
+    return below
 
 
 def is_pending(tensor: Tensor) -> bool:
@@ -177,6 +198,77 @@ def wait(tensor: Tensor) -> None:
     """Wait for the local part of a `DTensor` for which `is_pending` is true."""
     pending = tensor._local_tensor  # type: ignore[attr-defined]  # noqa: SLF001
     tensor._local_tensor = pending.trigger_wait()  # type: ignore[attr-defined]  # noqa: SLF001
+
+
+def unseen_by(mode: TorchFunctionMode) -> AbstractContextManager[Any]:
+    """Return a context in which functions do not pass through `mode`, if no other mode is on."""
+    from torch.overrides import _get_current_function_mode_stack
+
+    is_alone = all(active is mode for active in _get_current_function_mode_stack())
+    return without_functions() if is_alone else nullcontext()
+
+
+def local_tensor(tensor: DTensor) -> Tensor:
+    """Return the part of `tensor` on this rank, outside of autograd and without a copy."""
+    return tensor._local_tensor  # noqa: SLF001 - `to_local` is 10 times as slow with autograd
+
+
+class ShardSpecs:
+    """What DTensor knows of a tensor beside its part on this rank, by that part's shape.
+
+    torch works it out for each tensor, which takes longer than an addition of small ones.
+    """
+
+    # A program may have any number of shapes.
+    _COUNT_MAX = 2000
+
+    def __init__(self) -> None:
+        self._known: dict[tuple[Any, ...], Any] = {}
+
+    def tensor(
+        self,
+        part: Tensor,
+        mesh: DeviceMesh,
+        placed: tuple[Placement, ...],
+        like: tuple[torch.Size, tuple[Placement, ...]] | None = None,
+    ) -> DTensor:
+        """Return the DTensor of `part`, for the forward or backward of an autograd function.
+
+        Args:
+            part: This rank's part.
+            mesh: Mesh of the tensor.
+            placed: Its placements, of dims that count from 0.
+            like: Shape of the tensor, and placements that give parts of this shape; None is a
+                tensor that `placed` divides evenly.
+        """
+        from torch.distributed.tensor import DTensor
+
+        kind: Any = DTensor
+        key = (id(mesh), placed, like, part.shape, part.stride(), part.dtype)
+        known = self._known.get(key)
+        if known is None or known.mesh is not mesh:
+            known = _spec(part, mesh, placed, like)
+            if len(self._known) >= self._COUNT_MAX:
+                self._known.clear()
+            self._known[key] = known
+        # A copy, as torch may write to that of a tensor.
+        found: DTensor = kind(part, copy(known), requires_grad=part.requires_grad)
+        return found
+
+
+def _spec(
+    part: Tensor,
+    mesh: DeviceMesh,
+    placed: tuple[Placement, ...],
+    like: tuple[torch.Size, tuple[Placement, ...]] | None,
+) -> Any:
+    from torch.distributed.tensor._dtensor_spec import DTensorSpec, TensorMeta
+    from torch.distributed.tensor._utils import compute_global_tensor_info
+
+    shape, cut = like or (None, placed)
+    even, stride = compute_global_tensor_info(part, mesh, cut)
+    size = torch.Size(even) if shape is None else shape
+    return DTensorSpec(mesh, placed, tensor_meta=TensorMeta(size, tuple(stride), part.dtype))
 
 
 def next_node_number() -> int:

@@ -30,6 +30,7 @@ from torch.utils.checkpoint import checkpoint
 
 from msrun.parallel import torch_compat
 from msrun.parallel.torch_compat import (
+    ShardSpecs,
     after_backward,
     as_plain_tensors,
     before_gathers,
@@ -61,6 +62,7 @@ from msrun.parallel.torch_compat import (
     join_axes,
     joined,
     keeps_off_compiler,
+    local_tensor,
     mapped,
     move_shards_by_all_to_all,
     never_compile,
@@ -81,6 +83,7 @@ from msrun.parallel.torch_compat import (
     takes_device,
     tensors_in,
     transforming_whole,
+    unseen_by,
     viewed,
     watch_joined_inputs,
     watch_sharded_values,
@@ -271,6 +274,46 @@ def _reduced_over_two_axes():
 
 def test_joined_axes_are_one_to_collectives():
     assert run_ranks(_reduced_over_two_axes, 4) == 4 * [({"all_reduce": 1}, [4.0, 4.0])]
+
+
+def _specs():
+    """Return what torch and `ShardSpecs` know of parts, and whether a copy is each tensor's own."""
+    mesh = init_device_mesh("cpu", (2,), mesh_dim_names=("x",))
+    specs, found = ShardSpecs(), []
+    for placed, part in [((Shard(1),), torch.ones(2, 3).t()), ((Replicate(),), torch.ones(4))]:
+        theirs = DTensor.from_local(part, mesh, placed, run_check=False)
+        ours = [specs.tensor(part, mesh, placed) for _ in range(2)]
+        found += [each._spec == theirs._spec for each in ours]
+        found.append(ours[0]._spec is not ours[1]._spec)
+        found.append(local_tensor(ours[0]).data_ptr() == part.data_ptr())
+    partial = specs.tensor(torch.ones(2), mesh, (Partial(),), (torch.Size([3]), (Shard(0),)))
+    again = specs.tensor(torch.ones(2), mesh, (Shard(0),), (torch.Size([3]), (Shard(0),)))
+    found += [partial.shape == again.shape == (3,), partial.placements == (Partial(),)]
+    other = init_device_mesh("cpu", (2,), mesh_dim_names=("x",))
+    return [*found, specs.tensor(torch.ones(4), other, (Replicate(),)).device_mesh is other]
+
+
+def test_specs_of_shards_are_those_of_torch():
+    assert run_ranks(_specs, 2) == 2 * [11 * [True]]
+
+
+def test_functions_are_unseen_by_a_mode_that_is_alone():
+    class Seen(TorchFunctionMode):
+        def __init__(self):
+            super().__init__()
+            self.count = 0
+
+        def __torch_function__(self, func, types, args=(), kwargs=None):
+            self.count += 1
+            return func(*args, **(kwargs or {}))
+
+    one, other = Seen(), Seen()
+    with one, unseen_by(one):
+        torch.ones(1).add(1)
+    assert one.count == 0
+    with other, one, unseen_by(one):
+        torch.ones(1).add(1)
+    assert one.count == other.count > 0
 
 
 def _functional():
