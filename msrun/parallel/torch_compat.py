@@ -1278,6 +1278,12 @@ def without_forward_hooks(module: nn.Module) -> Iterator[None]:
         module._forward_hooks = before  # noqa: SLF001
 
 
+def has_own_call(module: nn.Module) -> bool:
+    """Return whether a class of the script says what calling `module` does, beside its forward."""
+    owner = next(kind for kind in type(module).__mro__ if "__call__" in vars(kind))
+    return not f"{owner.__module__}.".startswith("torch.")
+
+
 def hooks_of(module: nn.Module) -> set[str]:
     """Return the kinds of hooks of a module: of `forward_pre`, `forward` and `backward`."""
     kinds = {

@@ -47,6 +47,7 @@ from msrun.parallel.torch_compat import (
     gradient_hooks,
     has_global_hooks,
     has_gradient_hooks,
+    has_own_call,
     hooks_of,
     is_active,
     is_compiled,
@@ -983,6 +984,17 @@ def test_values_and_backward_passes_of_dtensors_are_watched():
     assert values == ["2.50", 2.5, True, 1.0]
     assert len(placements) == len(values)
     assert "mixed torch.Tensor and DTensor" in said
+
+
+class _OwnCall(nn.Linear):
+    def __call__(self, x):
+        return super().__call__(x) * 2
+
+
+def test_call_of_a_script_is_told_from_those_of_torch():
+    graph = torch.fx.symbolic_trace(nn.Linear(2, 2))
+    assert has_own_call(_OwnCall(2, 2))
+    assert not any(map(has_own_call, (nn.Linear(2, 2), graph)))
 
 
 def test_hooks_of_all_modules_are_known():

@@ -44,7 +44,8 @@ def off_by(kind):
     x = torch.randn(4, 6, dtype=torch.float64)
     expected = whole(x).mean()
     expected.backward()
-    stages = {"first": 0, "second": 1}
+    layers = [name for name, layer in whole.named_modules() if type(layer) is nn.Linear]
+    stages = dict(zip(layers, range(2), strict=True))
     runtime = msrun.init({"mesh": {"pp": 2}, "pipeline": {"stages": stages, "microbatches": 2}})
     torch.manual_seed(0)
     part = runtime.shard(kind().double(), sample=[x])
@@ -99,3 +100,30 @@ def test_a_function_of_torchscript_between_stages_is_refused_by_name(kind, calle
     assert "forward calls scripted, a function of torch.jit.script" in str(caught.value)
     line = caller.__code__.co_firstlineno + 1
     assert f"(test_recorded_operators.py, line {line})" in str(caught.value)
+
+
+class OwnCall(Powers):
+    """Says in `__call__` what its forward gets."""
+
+    def __call__(self, x):
+        return super().__call__(x * 0.5)
+
+
+class Around(nn.Module):
+    """Has such a model as a part, which is divided."""
+
+    def __init__(self):
+        super().__init__()
+        self.part = OwnCall()
+
+    def forward(self, x):
+        return self.part(x) * 2
+
+
+def test_a_model_with_a_call_of_its_own_is_refused():
+    with pytest.raises(UsageError, match="OwnCall has a __call__ of its own, and is divided"):
+        plan_split(OwnCall(), pipeline({"first": 0, "second": 1}), 2, (torch.randn(4, 6),))
+
+
+def test_a_part_with_a_call_of_its_own_is_divided_as_its_code_says():
+    assert max(run_warm(off_by, 2, Around)) < 1e-12
