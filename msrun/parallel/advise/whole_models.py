@@ -59,7 +59,7 @@ def whole_models(
     if world > _RANKS_MAX:
         reason = f"advise looks at meshes of up to {_RANKS_MAX} ranks, and there are {world}"
         return WholeModels([], {"grids": reason, IMAGES: reason})
-    looked = _EveryMesh(model, sample, batch, world, topology)
+    looked = _AllMeshes(model, sample, batch, world, topology)
     try:
         every = [*looked.grids(), *looked.images()]
     except UsageError as error:
@@ -88,7 +88,7 @@ def _reason(notes: Sequence[str], missing: str) -> str:
     return notes[0].partition(": ")[2] if notes else missing
 
 
-class _EveryMesh:
+class _AllMeshes:
     """Looks at every mesh of all ranks."""
 
     def __init__(
