@@ -13,7 +13,8 @@ listening socket, for every connected pair, and, with EPOLLONESHOT, for the firs
 connections that are not yet a pair.  /proc tells all that.
 
 The ranks then wait for each other.  A rank whose script ends at once would otherwise close its
-connections before another had looked, and be taken for a stranger that has gone.
+connections before another had looked, and be taken for a stranger that has gone.  Groups that are
+derived in C++ have no store here, so for these that is left.
 
 Only in jobs on one node: which user of another host holds a connection, no kernel tells.
 """
@@ -127,9 +128,7 @@ def _checked(derive: Callable[..., Any], seen: _Devices) -> Callable[..., Any]:
             group = derive(*args, **kwargs)
             # A group of another backend has none.
             if group is not None and (found := list(connections)):
-                ranks = group.size()
-                if _check(found, ranks - 1):
-                    _meet(group.get_group_store(), ranks)
+                _check(found, group.size() - 1)
         return group
 
     return derived
@@ -141,14 +140,12 @@ def _meet(store: Any, ranks: int) -> None:
     A barrier of the group itself would be one of its collectives, which torch numbers.
 
     Args:
-        store: Of this group, and of those that the same ranks split off before it.
+        store: Of this group alone.
         ranks: Of the group.
     """
-    turn, last = divmod(store.add("msrun/checked", 1) - 1, ranks)
-    all_checked = f"msrun/all_checked/{turn}"
-    if last == ranks - 1:
-        store.set(all_checked, "")
-    store.wait([all_checked])
+    if store.add("msrun/checked", 1) == ranks:
+        store.set("msrun/all_checked", "")
+    store.wait(["msrun/all_checked"])
 
 
 class _Devices:

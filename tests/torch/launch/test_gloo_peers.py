@@ -61,14 +61,7 @@ def test_groups_of_all_kinds_are_looked_at(finished, tmp_path, start):
     assert found == [[[2, 1, 0, 2], 3.0], [[2, 1, 0, 2], 3.0], [[2, 0, 2], 3.0]]
 
 
-SPLIT = "dist.group.WORLD.split_group([0, 1])"
-MERGED = (
-    "dist.group.WORLD.split_group([dist.get_rank()])"
-    ".merge_remote_group(dist.PrefixStore('merged', dist.group.WORLD.get_group_store()), 2)"
-)
-
-
-@pytest.mark.parametrize("more", ["pass", "dist.new_group()", SPLIT, MERGED])
+@pytest.mark.parametrize("more", ["pass", "dist.new_group()"])
 def test_a_rank_that_ends_at_once_is_no_stranger_to_another(finished, tmp_path, more):
     words = ["--workers-per-node", 2, script(tmp_path, SHORT.format(more=more))]
     job = finished(tmp_path, *words)
