@@ -37,6 +37,17 @@ class Checkpoints(Powers):
         return checkpoint(lambda y: self.second(y).cos(), y, use_reentrant=False)
 
 
+class Codes(Powers):
+    """Reads a buffer between its modules that has the name of an attribute of torch's graphs."""
+
+    def __init__(self):
+        super().__init__()
+        self.register_buffer("code", torch.linspace(0.5, 1.0, 6))
+
+    def forward(self, x):
+        return self.second(self.first(x) * self.code) - self.code
+
+
 def off_by(kind):
     """Return how far the loss and the gradients of one step are off."""
     torch.manual_seed(0)
@@ -58,7 +69,7 @@ def off_by(kind):
     return max(*gaps, abs(loss.item() - expected.item()))
 
 
-@pytest.mark.parametrize("kind", [Powers, Checkpoints])
+@pytest.mark.parametrize("kind", [Powers, Checkpoints, Codes])
 def test_what_runs_between_stages_is_that_of_one_process(kind):
     assert max(run_warm(off_by, 2, kind)) < 1e-12
 
