@@ -73,6 +73,12 @@ print("equal", step)
 """
 
 
+SCRIPT = "train.py"
+# What the command lines of a job's processes have, each kind its own.
+SERVER, RANK = "msrun server", SCRIPT
+OTHERS = {"workers": RANK, "schedulers": "msrun scheduler"}
+
+
 def family(launcher: psutil.Process, name: str) -> list[psutil.Process]:
     """Return the processes of a job that have a name."""
     found = []
@@ -113,7 +119,7 @@ def waited(ranks: list[psutil.Process]) -> list[float]:
 
 def server_number(victim: psutil.Process) -> str:
     """Return which server a process is."""
-    return " ".join(victim.cmdline()).partition("msrun server ")[2].split()[0]
+    return " ".join(victim.cmdline()).partition(f"{SERVER} ")[2].split()[0]
 
 
 @contextlib.contextmanager
@@ -151,15 +157,15 @@ class Job:
     def __init__(self, folder: Path, given: argparse.Namespace, draw: random.Random) -> None:
         self._folder, self._given, self._draw = folder, given, draw
         self.pauses: list[float] = []
-        self.others = 0
+        self.others = dict.fromkeys(OTHERS, 0)
 
     def run(self) -> int:
         """Return the exit code of the job."""
         given = self._given
         code = TRAIN.format(replicas=given.replicas, every=given.every)
-        (self._folder / "train.py").write_text(code)
+        (self._folder / SCRIPT).write_text(code)
         sizes = ["--worker-num", "2", "--server-num", str(given.servers), "--max-restarts", "9999"]
-        words = [sys.executable, "-m", "msrun", *sizes, "train.py"]
+        words = [sys.executable, "-m", "msrun", *sizes, SCRIPT]
         env = {**os.environ, "OMP_NUM_THREADS": "1"}
         with subprocess.Popen(words, cwd=self._folder, env=env) as launcher:
             self._torment(launcher)
@@ -175,18 +181,16 @@ class Job:
             time.sleep(self._draw.random() * 0.2)
             family_of = psutil.Process(launcher.pid)
             if self._draw.random() < self._given.others:
-                victims = family(family_of, self._draw.choice(["msrun scheduler", "msrun rank"]))
-                if victims:
+                kind = self._draw.choice([*OTHERS])
+                if victims := family(family_of, OTHERS[kind]):
                     self._draw.choice(victims).kill()
-                    self.others += 1
+                    self.others[kind] += 1
                 continue
-            victims = [
-                v for v in family(family_of, "msrun server") if server_number(v) not in killed
-            ]
+            victims = [v for v in family(family_of, SERVER) if server_number(v) not in killed]
             if victims:
                 victim = self._draw.choice(victims)
                 killed.add(server_number(victim))
-                self._kill(victim, family(family_of, "msrun rank"))
+                self._kill(victim, family(family_of, RANK))
 
     def _kill(self, victim: psutil.Process, ranks: list[psutil.Process]) -> None:
         number, before, at = server_number(victim), waited(ranks), time.monotonic()
@@ -221,14 +225,16 @@ def torment(given: argparse.Namespace) -> int:
     """Return 1 if a job failed."""
     draw = random.Random(given.seed)  # noqa: S311 - of faults
     pauses: list[float] = []
-    others = code = 0
-    while len(pauses) + others < given.kills and not code:
+    others = dict.fromkeys(OTHERS, 0)
+    code = 0
+    while len(pauses) + sum(others.values()) < given.kills and not code:
         with tempfile.TemporaryDirectory() as place:
             job = Job(Path(place), given, draw)
             code = job.run()
         pauses += job.pauses
-        others += job.others
-        text = f"{len(pauses)} kills of servers, {others} of others; exit code {code}"
+        others = {kind: number + job.others[kind] for kind, number in others.items()}
+        words = ", ".join(f"{number} of {kind}" for kind, number in others.items())
+        text = f"{len(pauses)} kills of servers, {words}; exit code {code}"
         load = os.getloadavg()[0]
         print(f"{text}; {summary(pauses)}; load {load:.0f}", flush=True)
     return 1 if code else 0

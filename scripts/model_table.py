@@ -51,7 +51,7 @@ LIMIT = 120.0
 _LOSS_GAP, _WEIGHT_GAP = 1e-8, 1e-6
 # Of a loss that the model itself computes in float32.
 _ROUNDED_LOSS_GAP = 1e-6
-_SENTENCE = 300
+_SENTENCE = 500
 
 _STAGES = {"stages": "auto", "microbatches": 2}
 
@@ -293,7 +293,7 @@ def _rank(
             answer = "wrong: the loss is no number"
         answer += found.note
     except UsageError as error:
-        answer = f"refused: {error.message}"
+        answer = f"refused: {error.message}" + (f"; hint: {error.hint}" if error.hint else "")
     except BaseException as error:  # noqa: BLE001 - it is the answer
         place_of = traceback.extract_tb(error.__traceback__)[-1]
         text = str(error).strip().partition("\n")[0]
@@ -359,7 +359,7 @@ def _worst(answers: list[str]) -> str:
             return found[0] if len(found) == len(answers) else f"{found[0]} (on some ranks)"
         if found:
             return found[0]
-    return "equal"
+    return next((answer for answer in answers if answer != "equal"), "equal")  # with its note
 
 
 # The file of cells.

@@ -76,11 +76,11 @@ def train_verified(entry: ZooModel, config: dict[str, Any]) -> Trained:
     with contextlib.redirect_stdout(said), warnings.catch_warnings(record=True) as warned:
         warnings.simplefilter("always")
         found: Trained = train(entry, {**config, "verify": "first_step"})
-    if torch.distributed.get_rank() > 0 or _RIGHT in said.getvalue():
+    if torch.distributed.get_rank() > 0:
         return found
-    texts = [str(warning.message) for warning in warned]
-    told = next((text for text in texts if _NOTHING in text), f"{_NOTHING}, without a word")
-    return found._replace(note=f": {told}")
+    texts = [*said.getvalue().splitlines(), *(str(warning.message) for warning in warned)]
+    told = (text for mark in (_RIGHT, _NOTHING) for text in texts if mark in text)
+    return found._replace(note=f": {next(told, f'{_NOTHING}, without a word')}")
 
 
 def train_planted(entry: ZooModel, config: dict[str, Any]) -> Trained:

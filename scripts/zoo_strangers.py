@@ -286,6 +286,7 @@ STRANGERS: dict[str, ZooModel] = {
         "torchvision",
         partial(_vision, "DenseNet", growth_rate=4, block_config=(2, 2), num_init_features=8),
         *("features.denseblock1", "features.denseblock2"),
+        plan=_PLAN,
     ),
     "diffusers AutoencoderKL": ZooModel(
         needs="diffusers",

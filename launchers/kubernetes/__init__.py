@@ -36,7 +36,7 @@ _PYTHON = "python"  # of the image
 _PATCH_MIB = 1
 _SHIP_MIB = 1
 _PARALLEL = "--parallel="
-_CONFIG_KEY = re.compile(r"[A-Za-z0-9_-][A-Za-z0-9._-]{0,252}")
+_CONFIG_KEY = re.compile(r"(?!\.\.)[A-Za-z0-9._-]{1,253}")
 
 
 def open_launcher(options: Mapping[str, str]) -> KubernetesLauncher:

@@ -8,8 +8,9 @@ import math
 from launchers.operator.decision import Object, key_name, owner_reference
 from launchers.operator.gang import Gang, GangScheduler, join, pod_group
 from msrun import environ
-from msrun.errors import ExitCode, signal_exit_code
+from msrun.errors import ExitCode, UsageError, signal_exit_code
 from msrun.overlay import merge
+from msrun.units import quoted
 
 CONTAINER = "msrun"
 PORT = 29500
@@ -95,6 +96,26 @@ def _service(job: Object) -> Object:
     }
 
 
+def _template(job: Object) -> Object:
+    """Return the template of the pods, with that of the user merged over ours.
+
+    Raises:
+        UsageError: The user's is none of a pod.
+    """
+    ours: Object = {"metadata": {"labels": labels(job)}, "spec": _pod(job)}
+    template = merge(ours, job["spec"].get("podTemplate") or {})
+    metadata = template.get("metadata", {})
+    words = {"metadata": metadata, "spec": template.get("spec")}
+    if isinstance(metadata, dict):
+        words |= {f"metadata.{key}": metadata.get(key, {}) for key in ("labels", "annotations")}
+    for path, value in words.items():
+        if not isinstance(value, dict):
+            raise UsageError(f"{path} is {quoted(str(value))}, and pods have a mapping there")
+    # By these the job's pods are found, whatever the user's template says.
+    metadata["labels"] = {**words["metadata.labels"], **labels(job)}
+    return {**template, "metadata": metadata}
+
+
 def _job(job: Object, gang: Gang | None) -> Object:
     spec = job["spec"]
     nodes = int(spec["nodes"])
@@ -102,10 +123,7 @@ def _job(job: Object, gang: Gang | None) -> Object:
     metadata = _metadata(job, job["metadata"]["name"])
     if spec.get("queue"):
         metadata["labels"][_QUEUE_LABEL] = spec["queue"]
-    template: Object = {"metadata": {"labels": labels(job)}, "spec": _pod(job)}
-    template = merge(template, spec.get("podTemplate") or {})
-    # By these the job's pods are found, whatever the user's template says.
-    template["metadata"]["labels"] = {**template["metadata"].get("labels", {}), **labels(job)}
+    template = _template(job)
     if gang:
         join(gang, template["metadata"], template["spec"], role="node")
     made: Object = {

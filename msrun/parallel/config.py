@@ -332,9 +332,12 @@ class ParallelConfig(ConfigSection, frozen=True, kw_only=True):
         others = {
             "mode auto plans whole models": self.mode == "auto",
             "mode manual leaves the reduction to the script": self.mode == "manual",
-            "stages of a pipeline have other parameters each": self.pipeline is not None,
+            "every rank gives them the same parameters, and each stage of a pipeline has its own "
+            "(leave out pipeline; ZeRO or a plan divides the rest)": self.pipeline is not None,
             "verify compares with one process, which has no servers": bool(self.verify),
-            "precision would send them gradients of a scaled loss": self.precision == "fp16",
+            "precision: fp16 would send them gradients of a scaled loss (choose bf16)": (
+                self.precision == "fp16"
+            ),
         }
         for sentence, is_so in others.items():
             if self.servers and is_so:

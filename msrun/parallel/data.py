@@ -287,6 +287,11 @@ def make_loader(
 ) -> MeshLoader | StreamLoader:
     """Return a loader of `dataset`; see `Runtime.loader`."""
     check_options(batch_size, options)
+    if isinstance(dataset, DataLoader):
+        raise UsageError(
+            "rt.loader: it was given a DataLoader, and makes its own",
+            hint="give it the loader's dataset and the batch size of one rank",
+        )
     if isinstance(dataset, IterableDataset) or not isinstance(dataset, Sized):
         from msrun.parallel.data_parallel.stream import StreamLoader
 

@@ -13,6 +13,7 @@ import logging
 import sys
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import AbstractContextManager, contextmanager, nullcontext, redirect_stderr
+from copy import copy
 from functools import partial, wraps
 from pathlib import Path
 from types import CodeType, FrameType
@@ -27,6 +28,7 @@ from torch.utils import checkpoint
 if TYPE_CHECKING:
     from torch.distributed.device_mesh import DeviceMesh
     from torch.distributed.fsdp import FSDPModule
+    from torch.distributed.tensor import DTensor
     from torch.distributed.tensor.placement_types import Placement
     from torch.overrides import TorchFunctionMode
 
@@ -70,12 +72,14 @@ def join_axes(mesh: DeviceMesh) -> None:
 
     It makes a process group: all ranks call it, in one order.
     """
-    mesh._flatten("+".join(mesh.mesh_dim_names or ()))  # noqa: SLF001 - there is no public form
+    with outside_of_tracing():  # meshes have values
+        mesh._flatten("+".join(mesh.mesh_dim_names or ()))  # noqa: SLF001 - there is no public form
 
 
 def joined(mesh: DeviceMesh, name: str) -> DeviceMesh:
     """Return the axes of `mesh` as one axis `name`; all ranks call it, in one order."""
-    return mesh._flatten(name)  # noqa: SLF001 - there is no public form
+    with outside_of_tracing():
+        return mesh._flatten(name)  # noqa: SLF001 - there is no public form
 
 
 def move_shards_by_all_to_all() -> None:
@@ -161,7 +165,26 @@ def begin_collective(
 ) -> Callable[[], Tensor]:
     """Start `functional_collective`, and return what waits for it and returns its result."""
     operators = torch.ops._c10d_functional  # noqa: SLF001 - the public operators are in place
-    return partial(operators.wait_tensor, getattr(operators, name)(x, *options, group.group_name))
+    with _below_autograd():
+        begun = getattr(operators, name)(x, *options, group.group_name)
+    return partial(_waited, begun)
+
+
+def _waited(begun: Tensor) -> Tensor:
+    with _below_autograd():
+        found: Tensor = torch.ops._c10d_functional.wait_tensor(begun)  # noqa: SLF001
+    return found
+
+
+def _below_autograd() -> AbstractContextManager[Any]:
+    """Return a context in which operators go past autograd, if it records nothing anyway.
+
+    torch has formulas of collectives in Python, which take longer than to begin one.
+    """
+    if torch.is_grad_enabled():
+        return nullcontext()
+    below: AbstractContextManager[Any] = torch._C._AutoDispatchBelowAutograd()  # noqa: SLF001
+    return below
 
 
 def is_pending(tensor: Tensor) -> bool:
@@ -175,6 +198,77 @@ def wait(tensor: Tensor) -> None:
     """Wait for the local part of a `DTensor` for which `is_pending` is true."""
     pending = tensor._local_tensor  # type: ignore[attr-defined]  # noqa: SLF001
     tensor._local_tensor = pending.trigger_wait()  # type: ignore[attr-defined]  # noqa: SLF001
+
+
+def unseen_by(mode: TorchFunctionMode) -> AbstractContextManager[Any]:
+    """Return a context in which functions do not pass through `mode`, if no other mode is on."""
+    from torch.overrides import _get_current_function_mode_stack
+
+    is_alone = all(active is mode for active in _get_current_function_mode_stack())
+    return without_functions() if is_alone else nullcontext()
+
+
+def local_tensor(tensor: DTensor) -> Tensor:
+    """Return the part of `tensor` on this rank, outside of autograd and without a copy."""
+    return tensor._local_tensor  # noqa: SLF001 - `to_local` is 10 times as slow with autograd
+
+
+class ShardSpecs:
+    """What DTensor knows of a tensor beside its part on this rank, by that part's shape.
+
+    torch works it out for each tensor, which takes longer than an addition of small ones.
+    """
+
+    # A program may have any number of shapes.
+    _COUNT_MAX = 2000
+
+    def __init__(self) -> None:
+        self._known: dict[tuple[Any, ...], Any] = {}
+
+    def tensor(
+        self,
+        part: Tensor,
+        mesh: DeviceMesh,
+        placed: tuple[Placement, ...],
+        like: tuple[torch.Size, tuple[Placement, ...]] | None = None,
+    ) -> DTensor:
+        """Return the DTensor of `part`, for the forward or backward of an autograd function.
+
+        Args:
+            part: This rank's part.
+            mesh: Mesh of the tensor.
+            placed: Its placements, of dims that count from 0.
+            like: Shape of the tensor, and placements that give parts of this shape; None is a
+                tensor that `placed` divides evenly.
+        """
+        from torch.distributed.tensor import DTensor
+
+        kind: Any = DTensor
+        key = (id(mesh), placed, like, part.shape, part.stride(), part.dtype)
+        known = self._known.get(key)
+        if known is None or known.mesh is not mesh:
+            known = _spec(part, mesh, placed, like)
+            if len(self._known) >= self._COUNT_MAX:
+                self._known.clear()
+            self._known[key] = known
+        # A copy, as torch may write to that of a tensor.
+        found: DTensor = kind(part, copy(known), requires_grad=part.requires_grad)
+        return found
+
+
+def _spec(
+    part: Tensor,
+    mesh: DeviceMesh,
+    placed: tuple[Placement, ...],
+    like: tuple[torch.Size, tuple[Placement, ...]] | None,
+) -> Any:
+    from torch.distributed.tensor._dtensor_spec import DTensorSpec, TensorMeta
+    from torch.distributed.tensor._utils import compute_global_tensor_info
+
+    shape, cut = like or (None, placed)
+    even, stride = compute_global_tensor_info(part, mesh, cut)
+    size = torch.Size(even) if shape is None else shape
+    return DTensorSpec(mesh, placed, tensor_meta=TensorMeta(size, tuple(stride), part.dtype))
 
 
 def next_node_number() -> int:
@@ -656,7 +750,12 @@ def is_in_backward() -> bool:
 
     At the end of each autograd node torch restores the modes that were active at its start.
     """
-    return int(torch._C._current_graph_task_id()) != -1  # noqa: SLF001 - there is no public form
+    return backward_number() != -1
+
+
+def backward_number() -> int:
+    """Return the number of the backward pass that this thread runs, each with its own; else -1."""
+    return int(torch._C._current_graph_task_id())  # noqa: SLF001 - there is no public form
 
 
 def is_to_run(step: Any) -> bool:
@@ -974,6 +1073,46 @@ def _grouping(plain: Any, kind_of: Callable[[Tensor], object | None]) -> Callabl
     return grouped
 
 
+def watch_sharded_values(
+    check_value: Callable[[Any], None], name_error: Callable[[RuntimeError], BaseException | None]
+) -> None:
+    """Have values and backward passes of DTensors pass two functions; a second call does nothing.
+
+    torch's `item()` returns what this rank has of a sum, and its `format` fails.
+
+    Args:
+        check_value: Called with each DTensor whose value Python reads.
+        name_error: Returns the error to raise for one of `backward()` of a DTensor; None lets it.
+    """
+    from torch.distributed.tensor import DTensor
+
+    kind: Any = DTensor
+    handlers = kind._op_dispatcher._custom_op_handlers  # noqa: SLF001 - there is no public form
+    read = torch.ops.aten._local_scalar_dense.default  # noqa: SLF001
+    if read in handlers:
+        return
+
+    def value(operator: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+        check_value(args[0])
+        return operator(args[0].to_local(), **kwargs)
+
+    run: Any = kind.backward
+
+    def backward(loss: Any, *args: Any, **kwargs: Any) -> None:
+        try:
+            run(loss, *args, **kwargs)
+        except RuntimeError as error:
+            if (named := name_error(error)) is None:
+                raise
+            raise named from None
+
+    def text(tensor: Any, spec: str) -> str:
+        return format(tensor.item() if tensor.dim() == 0 else str(tensor), spec)
+
+    handlers[read] = value
+    kind.backward, kind.__format__ = backward, text
+
+
 def takes_device(operator: Any) -> bool:
     """Return whether `operator` takes the device of its result as an argument."""
     arguments = operator._schema.arguments  # noqa: SLF001 - there is no public form
@@ -1139,6 +1278,12 @@ def without_forward_hooks(module: nn.Module) -> Iterator[None]:
         module._forward_hooks = before  # noqa: SLF001
 
 
+def has_own_call(module: nn.Module) -> bool:
+    """Return whether a class of the script says what calling `module` does, beside its forward."""
+    owner = next(kind for kind in type(module).__mro__ if "__call__" in vars(kind))
+    return not f"{owner.__module__}.".startswith("torch.")
+
+
 def hooks_of(module: nn.Module) -> set[str]:
     """Return the kinds of hooks of a module: of `forward_pre`, `forward` and `backward`."""
     kinds = {
@@ -1204,8 +1349,8 @@ def fake_mode() -> Any:
 
 
 @contextmanager
-def fake_ranks(count: int) -> Iterator[None]:
-    """Inside, this process is the first of `count` ranks, whose collectives send nothing.
+def fake_ranks(count: int, rank: int = 0) -> Iterator[None]:
+    """Inside, this process is `rank` of `count` ranks, whose collectives send nothing.
 
     Process groups that are there before stay as they are: nothing is sent, and the numbers by which
     torch names further groups, alike on all ranks, go on as without this.
@@ -1218,7 +1363,7 @@ def fake_ranks(count: int) -> Iterator[None]:
     method, backend = c10d._default_pg_init_method, c10d._backend  # noqa: SLF001
     c10d._update_default_pg(None)  # noqa: SLF001
     try:
-        dist.init_process_group("fake", store=FakeStore(), rank=0, world_size=count)
+        dist.init_process_group("fake", store=FakeStore(), rank=rank, world_size=count)
         yield
     finally:
         # First: torch ends all groups together with the default one.
@@ -1243,7 +1388,7 @@ def with_values() -> AbstractContextManager[Any]:
 
 
 def outside_of_tracing() -> AbstractContextManager[Any]:
-    """Return a context in which functions compute values, inside of `torch.export`."""
+    """Return a context in which functions compute values, inside of modes without them."""
     from torch.utils._python_dispatch import _disable_current_modes
 
     return _disable_current_modes()

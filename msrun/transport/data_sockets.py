@@ -34,6 +34,10 @@ _MESSAGES_MAX = 64
 _CONNECT_MS = 1_000
 _RECONNECT_MS = (10, 200)
 _UP = int(zmq.EVENT_HANDSHAKE_SUCCEEDED)
+_DOWN = int(zmq.EVENT_DISCONNECTED)
+# Follows at once where ZeroMQ makes a broken connection anew.
+_RETRIED = int(zmq.EVENT_CONNECT_RETRIED)
+_GIVEN_UP_SECONDS = 2.0
 
 Buffer = bytes | memoryview
 
@@ -132,8 +136,10 @@ class DataConnection:
         self.socket.setsockopt(zmq.RECONNECT_IVL, _RECONNECT_MS[0])
         self.socket.setsockopt(zmq.RECONNECT_IVL_MAX, _RECONNECT_MS[1])
         self.socket.setsockopt(zmq.ROUTING_ID, b"d" + os.urandom(16))
-        self.monitor = self.socket.get_monitor_socket(_UP | zmq.EVENT_DISCONNECTED)
+        self.monitor = self.socket.get_monitor_socket(_UP | _DOWN | _RETRIED)
         self.is_up = False
+        # When it broke, as long as ZeroMQ does not make it anew.
+        self._broke_at: float | None = None
         if secret is not None:
             identify(self.socket, secret, _PEER, _SERVER)
         self.socket.connect(endpoint(*address))
@@ -149,13 +155,22 @@ class DataConnection:
     def changed(self) -> bool:
         """Return whether the connection came up or broke since the last call; `is_up` says which.
 
-        Where it broke, ZeroMQ makes it anew.
+        Where it broke, ZeroMQ makes it anew, but see `has_given_up`.
         """
         before = self.is_up
         while self.monitor.poll(0):
             event, _ = struct.unpack("=Hi", self.monitor.recv_multipart()[0])
+            self._broke_at = Loop.now() if event == _DOWN and self.is_up else None
             self.is_up = event == _UP
         return self.is_up != before
+
+    def has_given_up(self) -> bool:
+        """Return whether ZeroMQ has ended the connection for good, as `changed` saw.
+
+        It does so where something came that it could not take: without memory for a message it says
+        nothing else.
+        """
+        return self._broke_at is not None and Loop.now() > self._broke_at + _GIVEN_UP_SECONDS
 
     def wait_up(self, milliseconds: int) -> bool:
         """Return whether the connection is up within a time."""

@@ -2,11 +2,13 @@
 
 from __future__ import annotations
 
+import importlib.util
 import multiprocessing
 import os
 import subprocess
 import sys
 import traceback
+from pathlib import Path
 
 import pytest
 import torch
@@ -14,6 +16,29 @@ from support import Job, environment
 
 # A job that imports torch in several processes, on a busy machine.
 PATIENCE = 60.0
+
+
+def _declared():
+    """Return what declares the operators without which torchvision cannot be imported, if needed.
+
+    Models of transformers import torchvision where there is one.  One that is built for another
+    torch than the installed one cannot load its operators, of which they need none.
+    """
+    found = importlib.util.find_spec("torchvision")
+    if found is None or not found.origin:
+        return None
+    try:
+        torch.ops.load_library(str(Path(found.origin).with_name("_C.so")))
+    except OSError:
+        library = torch.library.Library("torchvision", "DEF")
+        for name in ("nms", "qnms"):
+            library.define(f"{name}(Tensor dets, Tensor scores, float iou_threshold) -> Tensor")
+        return library
+    return None
+
+
+# Operators stay declared while it lives.
+OPERATORS = _declared()
 
 
 @pytest.hookimpl(tryfirst=True)

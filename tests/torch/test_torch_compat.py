@@ -30,6 +30,7 @@ from torch.utils.checkpoint import checkpoint
 
 from msrun.parallel import torch_compat
 from msrun.parallel.torch_compat import (
+    ShardSpecs,
     after_backward,
     as_plain_tensors,
     before_gathers,
@@ -46,6 +47,7 @@ from msrun.parallel.torch_compat import (
     gradient_hooks,
     has_global_hooks,
     has_gradient_hooks,
+    has_own_call,
     hooks_of,
     is_active,
     is_compiled,
@@ -61,6 +63,7 @@ from msrun.parallel.torch_compat import (
     join_axes,
     joined,
     keeps_off_compiler,
+    local_tensor,
     mapped,
     move_shards_by_all_to_all,
     never_compile,
@@ -81,8 +84,10 @@ from msrun.parallel.torch_compat import (
     takes_device,
     tensors_in,
     transforming_whole,
+    unseen_by,
     viewed,
     watch_joined_inputs,
+    watch_sharded_values,
     watch_units,
     without_dispatch_in_branches,
     without_forward_hooks,
@@ -106,6 +111,17 @@ def test_after_backward_comes_behind_every_gradient_on_the_same_thread():
     (first.exp().exp() + last).backward()
 
     assert seen == [(True, True, threading.get_ident())]
+
+
+def test_each_backward_has_a_number_of_its_own():
+    found = [torch_compat.backward_number()]
+    for _ in range(2):
+        weight = torch.ones(1, requires_grad=True)
+        weight.register_hook(lambda _: found.append(torch_compat.backward_number()))
+        (weight * 2).backward()
+
+    assert found[0] == -1
+    assert len({*found}) == len(found)
 
 
 def test_after_backward_counts_for_one_backward():
@@ -259,6 +275,46 @@ def _reduced_over_two_axes():
 
 def test_joined_axes_are_one_to_collectives():
     assert run_ranks(_reduced_over_two_axes, 4) == 4 * [({"all_reduce": 1}, [4.0, 4.0])]
+
+
+def _specs():
+    """Return what torch and `ShardSpecs` know of parts, and whether a copy is each tensor's own."""
+    mesh = init_device_mesh("cpu", (2,), mesh_dim_names=("x",))
+    specs, found = ShardSpecs(), []
+    for placed, part in [((Shard(1),), torch.ones(2, 3).t()), ((Replicate(),), torch.ones(4))]:
+        theirs = DTensor.from_local(part, mesh, placed, run_check=False)
+        ours = [specs.tensor(part, mesh, placed) for _ in range(2)]
+        found += [each._spec == theirs._spec for each in ours]
+        found.append(ours[0]._spec is not ours[1]._spec)
+        found.append(local_tensor(ours[0]).data_ptr() == part.data_ptr())
+    partial = specs.tensor(torch.ones(2), mesh, (Partial(),), (torch.Size([3]), (Shard(0),)))
+    again = specs.tensor(torch.ones(2), mesh, (Shard(0),), (torch.Size([3]), (Shard(0),)))
+    found += [partial.shape == again.shape == (3,), partial.placements == (Partial(),)]
+    other = init_device_mesh("cpu", (2,), mesh_dim_names=("x",))
+    return [*found, specs.tensor(torch.ones(4), other, (Replicate(),)).device_mesh is other]
+
+
+def test_specs_of_shards_are_those_of_torch():
+    assert run_ranks(_specs, 2) == 2 * [11 * [True]]
+
+
+def test_functions_are_unseen_by_a_mode_that_is_alone():
+    class Seen(TorchFunctionMode):
+        def __init__(self):
+            super().__init__()
+            self.count = 0
+
+        def __torch_function__(self, func, types, args=(), kwargs=None):
+            self.count += 1
+            return func(*args, **(kwargs or {}))
+
+    one, other = Seen(), Seen()
+    with one, unseen_by(one):
+        torch.ones(1).add(1)
+    assert one.count == 0
+    with other, one, unseen_by(one):
+        torch.ones(1).add(1)
+    assert one.count == other.count > 0
 
 
 def _functional():
@@ -899,6 +955,46 @@ def test_functions_over_lists_split_them_by_kind():
     assert (total, gradients) == (pytest.approx(20**0.5), [4.0, 1.0])
     # A list of each kind, where torch makes one of a device and type.
     assert lists == [1, 1]
+
+
+def _values_of_dtensors():
+    dist.init_process_group("fake", store=dist.HashStore(), rank=0, world_size=2)
+    mesh = init_device_mesh("cpu", (2,))
+    read = []
+
+    def check(tensor):
+        read.append(tensor.placements)
+
+    watch_sharded_values(check, lambda error: KeyError(str(error)))
+    whole = DTensor.from_local(torch.tensor(2.5), mesh, [Replicate()], run_check=False)
+    part = DTensor.from_local(torch.tensor(1.0), mesh, [Partial()], run_check=False)
+    part.requires_grad_()
+    plain = torch.ones(3, requires_grad=True)
+    values = [f"{whole:.2f}", float(whole), bool(whole > 2), part.detach().item()]
+    try:
+        (functional.cross_entropy(plain, torch.tensor(0)) + part * 2).backward()
+    except KeyError as error:
+        return values, [str(placement) for placement, *_ in read], str(error)
+
+
+def test_values_and_backward_passes_of_dtensors_are_watched():
+    with ProcessPoolExecutor(1, mp_context=multiprocessing.get_context("spawn")) as pool:
+        values, placements, said = pool.submit(_values_of_dtensors).result()
+
+    assert values == ["2.50", 2.5, True, 1.0]
+    assert len(placements) == len(values)
+    assert "mixed torch.Tensor and DTensor" in said
+
+
+class _OwnCall(nn.Linear):
+    def __call__(self, x):
+        return super().__call__(x) * 2
+
+
+def test_call_of_a_script_is_told_from_those_of_torch():
+    graph = torch.fx.symbolic_trace(nn.Linear(2, 2))
+    assert has_own_call(_OwnCall(2, 2))
+    assert not any(map(has_own_call, (nn.Linear(2, 2), graph)))
 
 
 def test_hooks_of_all_modules_are_known():

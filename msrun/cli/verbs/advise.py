@@ -104,8 +104,7 @@ def _advice(given: dict[str, Any]) -> Any:
         memory=int(memory),
         batch=given["batch"] and _number("--batch", given["batch"]),
         optimizer=given["optimizer"],
-        is_host=topology.name == "cpu",
-        per_node=topology.per_node,
+        topology=topology,
     )
     return module.advise(request)
 

@@ -11,6 +11,8 @@ from torch import nn
 from msrun.errors import ModelError, UsageError
 from msrun.parallel.advise.estimate import STATES, Estimator, axis_of, kind_of
 from msrun.parallel.advise.techniques import (
+    GRIDS,
+    IMAGES,
     SHARDED_PARAMETERS,
     Technique,
     bubble,
@@ -18,8 +20,10 @@ from msrun.parallel.advise.techniques import (
     rank,
     techniques,
 )
+from msrun.parallel.advise.whole_models import whole_models
 from msrun.parallel.auto.offline_model import make
 from msrun.parallel.auto.tracing.structure import leaf_tensors
+from msrun.parallel.search.cost.topology import Topology
 
 
 class Row(msgspec.Struct, frozen=True, kw_only=True):
@@ -75,8 +79,7 @@ class AdviceRequest(msgspec.Struct, frozen=True, kw_only=True):
         memory: Bytes of a rank.
         batch: Samples of a step; None is those of the sample for each rank.
         optimizer: A key of `STATES`.
-        is_host: Whether ranks train on hosts.
-        per_node: Ranks of a node.
+        topology: What it runs on; `cpu` are hosts.
     """
 
     target: str
@@ -84,8 +87,7 @@ class AdviceRequest(msgspec.Struct, frozen=True, kw_only=True):
     memory: int
     batch: int | None
     optimizer: str
-    is_host: bool
-    per_node: int = 8
+    topology: Topology
 
 
 def advise(request: AdviceRequest) -> Advice:
@@ -122,7 +124,7 @@ class _Advisor:
     def __init__(
         self, model: nn.Module, sample: Sequence[Any], local: int, request: AdviceRequest
     ) -> None:
-        self._model, self._local = model, local
+        self._model, self._sample, self._local = model, sample, local
         self._request = request
         self._estimator = Estimator(
             model,
@@ -130,7 +132,7 @@ class _Advisor:
             batch=local * request.world,
             world=request.world,
             states=STATES[request.optimizer],
-            is_host=request.is_host,
+            is_host=request.topology.name == "cpu",
         )
         self._rows: list[tuple[Technique, Row]] = []
         self._refused: dict[str, str] = {}
@@ -145,8 +147,9 @@ class _Advisor:
         )
         for one in plain:
             self._look(one, is_shown=self._estimator.has_run(one))
-        for one in divided(self._estimator.divisible(request.per_node)):
+        for one in divided(self._estimator.divisible(request.topology.per_node)):
             self._look(one, is_shown=not self._has(one))
+        self._look_at_whole_models()
         rows = sorted(self._rows, key=lambda found: rank(found[0]))
         chosen, row = next(((one, row) for one, row in rows if row.fits), (None, None))
         return Advice(
@@ -159,6 +162,21 @@ class _Advisor:
             config={} if row is None else row.config,
             notes=[] if chosen is None else _notes(chosen),
         )
+
+    def _look_at_whole_models(self) -> None:
+        """Add a row for each grid, and for parts of images."""
+        request = self._request
+        wholes = whole_models(
+            self._model,
+            self._sample,
+            batch=self._local * request.world,
+            world=request.world,
+            topology=request.topology,
+        )
+        for one, found in wholes.found:
+            self._estimator.know(one, found)
+            self._look(one, is_shown=True)
+        self._refused |= wholes.refused
 
     def _has(self, one: Technique) -> bool:
         """Return whether there is a row of the kind of `one` already."""
@@ -188,15 +206,18 @@ class _Advisor:
 
 
 def _notes(one: Technique) -> list[str]:
-    if one.pp > 1:
-        return ["train by rt.step, and give the sample to rt.shard, by which stages are cut"]
-    if one.cp > 1:
-        return ["train by rt.step: ranks of cp get the same batch of whole sequences"]
-    if one.tp > 1:
-        return ["ranks of tp get the same batch, as rt.loader gives it"]
-    if one.ep > 1:
-        return ["the estimate is of tokens that spread evenly over experts"]
-    return []
+    names = ", ".join(axis for axis, _ in one.axes)
+    notes = {
+        "train by rt.step, and give the sample to rt.shard, by which stages are cut": one.pp > 1,
+        "train by rt.step: ranks of cp get the same batch of whole sequences": one.cp > 1,
+        f"train by rt.step: ranks of {names} get the same images, or parts by rt.loader": (
+            one.whole == IMAGES
+        ),
+        f"ranks of {names} get the same batch, as rt.loader gives it": one.whole in GRIDS,
+        "ranks of tp get the same batch, as rt.loader gives it": one.tp > 1,
+        "the estimate is of tokens that spread evenly over experts": one.ep > 1,
+    }
+    return [text for text, is_so in notes.items() if is_so]
 
 
 def _cost(one: Technique) -> str:
@@ -207,6 +228,8 @@ def _cost(one: Technique) -> str:
         "tokens travel to their experts and back": one.ep > 1,
         "ranks exchange tokens in each attention": one.cp > 1,
         "ranks wait for each other in each block": one.tp > 1,
+        "ranks wait for each other in each product": one.whole in GRIDS,
+        "ranks exchange rows at their borders": one.whole == IMAGES,
         f"{one.microbatches} smaller passes a step, ranks wait {bubble(one):.0%}": one.pp > 1,
     }
     return ", ".join(text for text, is_so in costs.items() if is_so) or "none"

@@ -100,7 +100,7 @@ def _first_of(mesh: dict[str, int], rules: list[Any]) -> RankContext:
             be found.
     """
     try:
-        return first_of(mesh, rules)
+        return first_of(mesh, plan=rules)
     except RuntimeError as error:
         raise ModelError(
             f"not looked at, since torch made no groups for it here: {error}",

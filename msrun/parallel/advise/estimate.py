@@ -16,10 +16,17 @@ from torch import nn
 
 from msrun.parallel.advise.combined import CombinedPass, combined_pass, whole_work
 from msrun.parallel.advise.rank_work import RankWork
-from msrun.parallel.advise.ranks import expert_rules, operators_divided, tokens_divided
+from msrun.parallel.advise.ranks import (
+    expert_rules,
+    grid_divided,
+    images_divided,
+    operators_divided,
+    tokens_divided,
+)
 from msrun.parallel.advise.simulate import Peaks, batch_norms, simulate
 from msrun.parallel.advise.stages import stages_of
 from msrun.parallel.advise.techniques import (
+    IMAGES,
     Divisible,
     ModelBytes,
     Technique,
@@ -35,6 +42,7 @@ from msrun.parallel.data_parallel.zero import units
 from msrun.parallel.experts.routed import check_module
 from msrun.parallel.layers.recompute import find
 from msrun.parallel.notation.mesh_layout import MeshLayout
+from msrun.parallel.search.alternatives.one_rank import Alternative
 from msrun.parallel.settings.plan_rules import PlanRule
 from msrun.parallel.tensor.describe import describe_modules
 from msrun.parallel.tensor.plan import plan_modules
@@ -83,6 +91,7 @@ class Estimator:
         self._whole: dict[tuple[int, bool], RankWork] = {}
         self._kinds: dict[int, str] = {}
         self._sizes: dict[tuple[int, int], ModelBytes] = {}
+        self._wholes: dict[Technique, Alternative] = {}
 
     def divisible(self, per_node: int) -> Divisible:
         """Return what the model can be divided by, operators within nodes of `per_node` ranks."""
@@ -100,6 +109,10 @@ class Estimator:
         """Return whether the pass of a technique has run already."""
         return _pass(one) in self._known
 
+    def know(self, one: Technique, found: Alternative) -> None:
+        """Estimate a division of the whole model from now on as the search has found it."""
+        self._wholes[one] = found
+
     def nbytes(self, one: Technique) -> tuple[int, float]:
         """Return the bytes of a rank, and those that it sends in a step.
 
@@ -107,6 +120,8 @@ class Estimator:
             ModelError: The technique is not for this model.
         """
         ranks = self._world // (one.tp * one.pp)
+        if one.whole:
+            ranks = self._world // one.apart * one.averaging
         local = self._batch // (self._world // one.apart)
         again = self._recomputed() if one.recompute else []
         if one.pp > 1:
@@ -115,6 +130,8 @@ class Estimator:
         sizes = self.sizes(one, peaks.parts)
         batch = sum(x.nbytes for x in leaf_tensors(resized(self._sample, local)))
         nbytes = rank_bytes(one, sizes, peaks, batch, world=ranks, is_host=self._is_host)
+        if one.whole:
+            return nbytes, self._wholes[one].sent
         sent = traffic(one, sizes, ranks) + peaks.sent * one.accumulate
         if one.ep > 1:
             nbytes += peaks.routed
@@ -132,7 +149,11 @@ class Estimator:
             local = self._batch // (self._world // one.apart)
             sample = resized(self._sample, local // one.accumulate)
             again = self._recomputed() if one.recompute else []
-            if one.is_combined:
+            if one.whole:
+                divided = images_divided if one.whole == IMAGES else grid_divided
+                config = self._wholes[one].config
+                peaks = divided(self._model, sample, dict(one.axes), config)
+            elif one.is_combined:
                 run = combined_pass(self._model, sample, again, one, self.experts.keys())
                 self._works[key], peaks = run, run.peaks
             elif one.tp > 1:
@@ -260,6 +281,8 @@ class Estimator:
     def config(self, one: Technique) -> dict[str, Any]:
         """Return the configuration of a technique, whose pass has run."""
         config: dict[str, Any] = {"mesh": {"dp": -1}}
+        if one.whole:
+            config = {**self._wholes[one].config, "mesh": {"dp": -1, **dict(one.axes)}}
         if one.ep > 1:
             config = {"mesh": {"dp": -1, "ep": one.ep}, "plan": expert_rules(list(self.experts))}
         if one.cp > 1:
@@ -292,12 +315,16 @@ def _pass(one: Technique) -> Technique:
 
 def axis_of(one: Technique) -> str:
     """Return the axes and their sizes beside `dp` of a technique; empty without one."""
+    if one.whole:
+        return one.on_axes
     sizes = {"ep": one.ep, "cp": one.cp, "tp": one.tp, "pp": one.pp}
     return " + ".join(f"{axis} {size}" for axis, size in sizes.items() if size > 1)
 
 
 def kind_of(one: Technique) -> str:
-    """Return the axes beside `dp` of a technique; empty without one."""
+    """Return the axes beside `dp` of a technique, or what divides the whole model; else nothing."""
+    if one.whole:
+        return one.whole
     return " + ".join(part.partition(" ")[0] for part in axis_of(one).split(" + "))
 
 

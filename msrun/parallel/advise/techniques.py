@@ -30,6 +30,12 @@ SHARDED_PARAMETERS = 3
 _SHARED_MAX, _MICROBATCHES_MAX = 64, 4
 
 
+# How alternatives of the search are named.
+IMAGES, GRIDS, DEEP_GRID = "parts of images", ("grid 2d", "grid 2.5d", "grid 3d"), "grid 2.5d"
+# Where grids and parts of images come among what ranks share, by the time that they take.
+_WHOLE = dict.fromkeys(GRIDS, 2.1) | {IMAGES: 1.7}
+
+
 class ModelBytes(msgspec.Struct, frozen=True, kw_only=True):
     """What a model takes whatever runs it.
 
@@ -73,6 +79,8 @@ class Technique(msgspec.Struct, frozen=True, kw_only=True):
         ep: Ranks that share experts, among those of data parallel.
         cp: Ranks that share sequences.
         kind: How they share attention, of `attention.KINDS`; empty is what sends less.
+        whole: What divides the whole model, one of `GRIDS` or `IMAGES`; empty if nothing does.
+        axes: Its axes and their sizes.
     """
 
     zero: int = 0
@@ -84,6 +92,8 @@ class Technique(msgspec.Struct, frozen=True, kw_only=True):
     ep: int = 1
     cp: int = 1
     kind: str = ""
+    whole: str = ""
+    axes: tuple[tuple[str, int], ...] = ()
 
     @property
     def name(self) -> str:
@@ -91,6 +101,7 @@ class Technique(msgspec.Struct, frozen=True, kw_only=True):
         shared = {"ep": self.ep, "cp": self.cp, "tp": self.tp, "pp": self.pp}
         how = {"cp": f" by {self.kind}"} if self.kind else {}
         parts = [f"{axis} {size}{how.get(axis, '')}" for axis, size in shared.items() if size > 1]
+        parts += [self.on_axes] if self.whole else []
         parts += [f"zero {self.zero}"] if self.zero else []
         parts = parts or ["data parallel"]
         parts += ["recompute"] if self.recompute else []
@@ -98,9 +109,23 @@ class Technique(msgspec.Struct, frozen=True, kw_only=True):
         return " + ".join(parts)
 
     @property
+    def on_axes(self) -> str:
+        """What divides the whole model, with its axes; empty if nothing does."""
+        sizes = " x ".join(f"{axis} {size}" for axis, size in self.axes)
+        return f"{self.whole} {sizes}" if self.whole else ""
+
+    @property
     def apart(self) -> int:
         """Ranks that have the same samples."""
-        return self.tp * self.pp * self.cp
+        return self.tp * self.pp * self.cp * math.prod(size for _, size in self.axes)
+
+    @property
+    def averaging(self) -> int:
+        """Of the ranks that have the same samples, those that average gradients."""
+        if self.whole == IMAGES:
+            return math.prod(size for _, size in self.axes)
+        # The first axis of this grid divides the samples.
+        return self.axes[0][1] if self.whole == DEEP_GRID else 1
 
     @property
     def is_combined(self) -> bool:
@@ -203,6 +228,8 @@ def rank(one: Technique) -> float:
         + one.recompute
         + 1.2 * (one.accumulate > 1)
         + sum(start + 0.1 * math.log2(size) for size, start in shared.values() if size > 1)
+        + _WHOLE.get(one.whole, 0.0)
+        + 0.1 * math.log2(math.prod(size for _, size in one.axes))
     )
 
 

@@ -10,7 +10,7 @@ from torch import nn
 from msrun.errors import ModelError
 from msrun.parallel.auto.tracing.plain_values import PlainValues
 from msrun.parallel.auto.tracing.trace import Evaluation, Traced, trace
-from msrun.parallel.torch_compat import count_hooks, hooks_of
+from msrun.parallel.torch_compat import count_hooks, has_own_call, hooks_of
 
 _HINT = "choose a configuration without mode: auto, under which the model's own forward runs"
 
@@ -34,6 +34,8 @@ def _check(model: nn.Module, traced: Traced, *, forwards: int, stages: int) -> N
     if traced.written and (forwards > 1 or stages > 1):
         name = next(iter(traced.written))
         raise _refusal(f"a forward that writes to buffer {name} in micro-batches or stages")
+    if has_own_call(model):
+        raise _refusal(f"the __call__ of {type(model).__name__}, the model itself,")
     own = hooks_of(model)
     if "forward_pre" in own:
         raise _refusal(f"the forward pre-hook of {type(model).__name__}, the model itself,")

@@ -347,7 +347,7 @@ class Sequences(TorchFunctionMode):
             return func(*args, **kwargs)
         if watch:
             self._check_repeated(watch, "attention")
-        self._check_attention(query, dropout, is_causal=is_causal)
+        self._check_attention(query, mask, dropout, is_causal=is_causal)
         part = SequencePart(self._key, self._first, self._tokens, self._ranks.size)
         known = None if watch is None or mask is None else watch.mark(mask)
         is_known = watch is not None
@@ -385,13 +385,17 @@ class Sequences(TorchFunctionMode):
     def _is_ring(self, query: Tensor) -> bool:
         return self._kind == "ring" or query.shape[1] % self._ranks.size > 0
 
-    def _check_attention(self, query: Tensor, dropout: float, *, is_causal: bool) -> None:
+    def _check_attention(
+        self, query: Tensor, mask: Tensor | None, dropout: float, *, is_causal: bool
+    ) -> None:
         """Refuse attention that is not that of one process, or does not divide."""
         problem = ""
         if not getattr(self._local, "depth", 0):
             problem = "attention in a module that the rule does not match"
         elif dropout:
             problem = f"dropout {dropout} of attention weights, which has no counterpart on parts"
+        elif is_causal and mask is not None:
+            problem = "attention with is_causal and a mask, of which torch takes one"
         elif query.dim() != _DIMS:
             problem = (
                 f"attention of shape {tuple(query.shape)}, and not (samples, heads, tokens, width)"

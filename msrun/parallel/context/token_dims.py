@@ -38,6 +38,7 @@ from msrun.parallel.context.token_calls import (
     shown,
 )
 from msrun.parallel.losses.mixing import dims_of
+from msrun.parallel.losses.torch_calls import dim_order
 
 
 def place_of(call: TokenCall) -> TokenPlace | Taint | None:
@@ -233,19 +234,8 @@ def _viewed(call: TokenCall) -> TokenPlace | None:
 
 
 def _permuted(call: TokenCall) -> TokenPlace:
-    place, count = call.own, call.x.dim()
-    order = list(range(count))
-    if call.name == "permute":
-        given = call.kwargs.get("dims", call.args[1:])
-        given = given[0] if len(given) == 1 and isinstance(given[0], tuple | list) else given
-        order = [dim % count for dim in given]
-    elif call.name in ("T", "t"):
-        order.reverse()
-    elif call.name == "mT":
-        order[-2:] = order[:-3:-1]
-    else:
-        first, second = (call.value(at, f"dim{at - 1}") % count for at in (1, 2))
-        order[first], order[second] = order[second], order[first]
+    place = call.own
+    order = dim_order(call.name, call.x.dim(), call.args, call.kwargs)
     return place._replace(dim=order.index(place.dim))
 
 

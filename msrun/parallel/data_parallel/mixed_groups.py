@@ -73,6 +73,17 @@ def support_mixed_groups(optimizer: torch.optim.Optimizer) -> None:
     optimizer.step = step  # type: ignore[method-assign]
 
 
+def update_alone(optimizer: torch.optim.Optimizer) -> None:
+    """Update plain and sharded parameters of `optimizer` without the hooks around a step.
+
+    Hooks of all optimizers of the process are a script's: they are not for those that it has not
+    made.
+    """
+    kind: Any = type(optimizer)
+    with _named_errors(optimizer), _split(optimizer):
+        kind.step.__wrapped__(optimizer)
+
+
 def _split_inside(kind: type[torch.optim.Optimizer]) -> Update:
     """Return the step of `kind` with groups split between its hooks."""
     hooked: Any = kind.step

@@ -159,8 +159,10 @@ def _check(model: nn.Module, name: str, members: Mapping[str, nn.Module]) -> Non
                     f"{where}: {key}.{path} has a hook on its gradient, which one rank has",
                     hint="leave the hook or the rule out",
                 )
-    if not own or outside != len(own):
-        raise ModelError(f"{where}: members have no parameters, or share them with other modules")
+    if not own or outside != len({id(param) for param in own}):
+        raise ModelError(
+            f"{where}: members have no parameters, or share them with each other or other modules"
+        )
 
 
 class ListedExperts:

@@ -20,8 +20,9 @@ What stays on the device:
 - Arguments without a gradient, such as masks and tables of positions, which all modules share.
 - Small tensors, and kinds of tensors that have no plain storage.
 
-Autograd does not notice that a saved tensor was written later if there are hooks.  For tensors that
-stay this is checked here; one that moved has the right values in any case.
+Autograd does not notice that a saved tensor was written later if there are hooks, and on a device
+the write may come before the copy.  So this is checked here, as without hooks: of a tensor that has
+moved a witness stays, which has no memory and its count of writes.
 
 A recomputed module saves its inputs alone, and these are what moves.
 
@@ -35,7 +36,7 @@ import weakref
 from collections.abc import Callable, Collection, Iterable
 from dataclasses import dataclass
 from functools import partial, update_wrapper
-from typing import TYPE_CHECKING, Any, NamedTuple, Protocol
+from typing import TYPE_CHECKING, Any, NamedTuple
 
 import torch
 from torch import Tensor, UntypedStorage, nn
@@ -45,6 +46,7 @@ from torch.nn import Parameter
 
 from msrun.errors import ModelError
 from msrun.parallel.config import ROOT, ParallelConfig
+from msrun.parallel.host.lanes import Back, CopyStream, HostMemory, Lane
 from msrun.parallel.local import is_sharded, local_part
 from msrun.parallel.losses.batch import tensors_in
 from msrun.parallel.match import matching
@@ -150,7 +152,7 @@ class Activations:
 
     def _begin(self) -> None:
         is_host = self._device.type == "cpu"
-        self._lane: _Lane = _Memory() if is_host else _Stream(self._device)
+        self._lane: Lane = HostMemory() if is_host else CopyStream(self._device)
         self._last: weakref.ref[_OffloadedCall] | None = None
 
     # Of a model that the script copies or pickles.
@@ -204,7 +206,7 @@ class Activations:
                 known.note(storage, write_count(tensor), slot)
             slot.left += 1
             place = tensor.storage_offset(), tensor.size(), tensor.stride()
-            return _OnHost(call, slot, tensor.dtype, place)
+            return _OnHost(call, slot, tensor.dtype, place, _witness(tensor), write_count(tensor))
 
     def _stays(self, known: _Known, tensor: Tensor) -> bool:
         if type(tensor) is not Tensor or tensor.layout != torch.strided or is_fake(tensor):
@@ -217,16 +219,12 @@ class Activations:
 
     def _unpack(self, saved: _Saved) -> Tensor:
         if isinstance(saved, _OnDevice):
-            if write_count(saved.tensor) != saved.version:
-                raise ModelError(
-                    f"a tensor of shape {tuple(saved.tensor.shape)} that the backward pass needs "
-                    "was written in place after the forward pass had used it",
-                    hint="write a copy: x = x.clone()",
-                )
+            _check_unwritten(saved.tensor, saved.version, saved.tensor.shape)
             return saved.tensor
         with torch.no_grad():
             if isinstance(saved, _SavedShard):
                 return saved.layout.sharded(self._unpack(saved.part))
+            _check_unwritten(saved.witness, saved.version, saved.place[1])
             saved.call.begin(self._prefetch)
             memory = saved.slot.take().untyped_storage()
             empty = torch.empty(0, dtype=saved.dtype, device=self._device)
@@ -240,6 +238,27 @@ def _staying(module: nn.Module, given: Iterable[Tensor]) -> set[int]:
     parts = map(local_part, tensors)
     plain = (part for part in parts if part.layout == torch.strided and not is_fake(part))
     return {part.untyped_storage().data_ptr() for part in plain} - {0}
+
+
+def _witness(tensor: Tensor) -> Tensor:
+    """Return a tensor without memory that counts the writes to `tensor`."""
+    found = tensor.detach()
+    found.data = tensor.new_empty(0)
+    return found
+
+
+def _check_unwritten(tensor: Tensor, version: int, shape: torch.Size) -> None:
+    """Refuse a saved tensor of `shape` that was written since; `tensor` counts its writes.
+
+    Raises:
+        ModelError: It was.
+    """
+    if write_count(tensor) != version:
+        raise ModelError(
+            f"a tensor of shape {tuple(shape)} that the backward pass needs was written in place "
+            "after the forward pass had used it",
+            hint="write a copy: x = x.clone()",
+        )
 
 
 def _is_cast_weight(tensor: Tensor) -> bool:
@@ -292,7 +311,7 @@ class _OffloadedCall:
         has_begun: Whether the backward pass has come here.
     """
 
-    def __init__(self, lane: _Lane, moved: HostTraffic, before: _OffloadedCall | None) -> None:
+    def __init__(self, lane: Lane, moved: HostTraffic, before: _OffloadedCall | None) -> None:
         self._lane, self._moved = lane, moved
         self._before = None if before is None else weakref.ref(before)
         # The saved tensors have the slots.
@@ -342,10 +361,10 @@ class _Slot:
         left: Saved tensors of it that did not come back.
     """
 
-    def __init__(self, lane: _Lane, memory: Tensor) -> None:
+    def __init__(self, lane: Lane, memory: Tensor) -> None:
         self._lane = lane
         self._host = lane.send(memory)
-        self._back: _Back | None = None
+        self._back: Back | None = None
         self.left = 0
 
     def fetch(self) -> bool:
@@ -371,12 +390,14 @@ class _OnDevice(NamedTuple):
 
 
 class _OnHost(NamedTuple):
-    """A saved tensor on the host: its place there."""
+    """A saved tensor on the host: its place there, and what counts writes to it."""
 
     call: _OffloadedCall
     slot: _Slot
     dtype: torch.dtype
     place: tuple[Any, torch.Size, tuple[int, ...]]
+    witness: Tensor
+    version: int
 
 
 class _Layout(NamedTuple):
@@ -412,82 +433,3 @@ class _SavedShard(NamedTuple):
 
 
 _Saved = _OnDevice | _OnHost | _SavedShard
-
-
-class _Back(Protocol):
-    """A copy on its way to the device."""
-
-    def wait(self) -> Tensor:
-        """Return it, for what is computed from now on."""
-        ...
-
-
-class _Lane(Protocol):
-    """The way to the host and back."""
-
-    def send(self, memory: Tensor, /) -> Tensor: ...
-
-    def fetch(self, host: Tensor, /) -> _Back: ...
-
-
-class _Memory:
-    """Where the device is the host: copies at once, so that everything else is as on a device."""
-
-    def send(self, memory: Tensor) -> Tensor:
-        """Return a copy."""
-        return memory.clone()
-
-    def fetch(self, host: Tensor) -> _Back:
-        """Return a copy of a copy."""
-        return _Here(host.clone())
-
-
-class _Here(NamedTuple):
-    memory: Tensor
-
-    def wait(self) -> Tensor:
-        return self.memory
-
-
-class _Stream:
-    """Copies between a device and pinned memory, on a stream of their own.
-
-    They are in order on this stream, so a copy comes back after it has gone.
-
-    Args:
-        device: The device.
-    """
-
-    def __init__(self, device: torch.device) -> None:
-        self._device = device
-        self._module: Any = torch.get_device_module(device)
-        self._stream: Any = self._module.Stream(device)
-
-    def send(self, memory: Tensor) -> Tensor:
-        """Start a copy to the host."""
-        host = torch.empty(memory.shape, dtype=memory.dtype, pin_memory=True)
-        self._stream.wait_stream(self._module.current_stream(self._device))
-        with self._module.stream(self._stream):
-            host.copy_(memory, non_blocking=True)
-        # The allocator may give the memory away once the copy is done, too.
-        memory.record_stream(self._stream)
-        return host
-
-    def fetch(self, host: Tensor) -> _Back:
-        """Start a copy from the host."""
-        with self._module.stream(self._stream):
-            memory = host.to(self._device, non_blocking=True)
-            return _Arriving(self._module, memory, self._stream.record_event())
-
-
-class _Arriving(NamedTuple):
-    module: Any
-    memory: Tensor
-    event: Any
-
-    def wait(self) -> Tensor:
-        """Have the current stream wait for it."""
-        stream = self.module.current_stream(self.memory.device)
-        stream.wait_event(self.event)
-        self.memory.record_stream(stream)
-        return self.memory

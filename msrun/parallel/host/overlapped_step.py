@@ -44,7 +44,7 @@ from torch.optim import Optimizer
 from msrun.errors import ModelError
 from msrun.parallel import torch_compat
 from msrun.parallel.config import ROOT
-from msrun.parallel.data_parallel.mixed_groups import support_mixed_groups
+from msrun.parallel.data_parallel.mixed_groups import update_alone
 from msrun.parallel.local import is_sharded
 
 _KEY = f"{ROOT}.optimizer.offload: overlap"
@@ -371,7 +371,7 @@ class _Piece:
 
     def run(self) -> None:
         """Update them."""
-        self._optimizer.step()
+        update_alone(self._optimizer)
 
 
 def _pieces(
@@ -398,7 +398,6 @@ def _pieces(
         kind: Any = type(optimizer)
         made: Optimizer = kind([{**options, "params": aliases}])
         made.state.update(state)
-        support_mixed_groups(made)
         yield _Piece([param for param, _ in pairs], made)
 
 

@@ -2,7 +2,8 @@
 
 Only `forward` is compiled, so that names, hooks and parameters stay.  Around it is what the
 compiler could not follow: hooks that gather parameters, and recomputation, which runs the compiled
-forward again.  In the first step, which is watched for what mixes samples, it runs as it was.
+forward again.  In the first step, which is watched for what mixes samples, it runs as it was, and
+so it does with an input that ranks share: functions on shards of it are the guard's.
 """
 
 from __future__ import annotations
@@ -19,6 +20,8 @@ from msrun.errors import ModelError
 from msrun.parallel import torch_compat
 from msrun.parallel.config import DATA_AXIS, PIPELINE_AXIS, ROOT, ParallelConfig
 from msrun.parallel.layers import recompute
+from msrun.parallel.local import is_sharded
+from msrun.parallel.losses.batch import tensors_in
 from msrun.parallel.match import matching
 from msrun.parallel.notation.mesh_layout import MeshLayout
 from msrun.parallel.settings.steps import Compile
@@ -160,7 +163,8 @@ class CompiledForward:
 
     def __call__(self, *args: Any, **kwargs: Any) -> Any:
         """Return what the forward returns."""
-        if self._switch.is_off:
+        # The compiler would break its graph at the first function of a divided tensor.
+        if self._switch.is_off or any(map(is_sharded, tensors_in((args, kwargs)))):
             return self.__wrapped__(*args, **kwargs)
         # The loss is watched in every step, but not what computes its inputs.
         with torch_compat.compiled_again():

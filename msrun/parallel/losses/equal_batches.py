@@ -144,12 +144,17 @@ class EqualBatches:
             _Digest(name=name, is_of_stages=True, value=int(value))
             for value, (name, _, _) in zip(digests, named, strict=True)
         ]
+        # A rank that raises before the last group has it would leave others waiting there.
+        of_ranks = {dist.get_rank(): own}
         for group in self._groups:
-            of_ranks = messages.gather_all(own, list[_Digest], group, self._device)
-            ranks = dist.get_process_group_ranks(group)
-            for rank, other in zip(ranks, of_ranks, strict=True):
-                if names := _differing(other, of_ranks[0], is_stage=True):
-                    raise RanksDisagreeError(_different(rank, ranks[0], names), hint=_HINT)
+            for others in messages.gather_all(
+                of_ranks, dict[int, list[_Digest]], group, self._device
+            ):
+                of_ranks |= others
+        first = min(of_ranks)
+        for rank, other in sorted(of_ranks.items()):
+            if names := _differing(other, of_ranks[first], is_stage=True):
+                raise RanksDisagreeError(_different(rank, first, names), hint=_HINT)
         raise RanksDisagreeError(_UNNAMED, hint=_HINT)
 
     @torch.no_grad()
@@ -259,9 +264,10 @@ def _has_bits(tensor: Tensor) -> bool:
 def _digest(tensor: Tensor, device: torch.device) -> Tensor:
     """Return a number of the shape of `tensor`, and of the bits of some of its elements."""
     shape = zlib.crc32(f"{tensor.dtype} {tuple(tensor.shape)}".encode())
-    flat = torch.view_as_real(tensor) if tensor.is_complex() else tensor
-    flat = flat.reshape(-1)
-    flat = flat[:: max(1, flat.numel() // _ELEMENTS)]
+    flat = tensor.resolve_conj().resolve_neg()
+    flat = (torch.view_as_real(flat) if flat.is_complex() else flat).reshape(-1)
+    # Odd, so that samples of a power of two of numbers each do not show the first number alone.
+    flat = flat[:: flat.numel() // _ELEMENTS | 1]
     flat = flat.to(torch.uint8) if flat.dtype == torch.bool else flat
     bits = flat.contiguous().view(_INTEGERS[flat.element_size()])
     # Odd numbers, one an element: sums are then unlikely to be equal in another order.

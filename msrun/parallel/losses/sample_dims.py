@@ -33,6 +33,7 @@ import torch
 from torch import Tensor
 
 from msrun.parallel.losses.mixing import dims_of
+from msrun.parallel.losses.torch_calls import dim_order
 
 _LIBRARIES = (Path(torch.__file__).parent, Path(__file__).parents[2])
 
@@ -344,19 +345,7 @@ def _permuted(call: TorchCall) -> Outcome:
     mark = _own(call)
     if mark is None or mark.dim is None:
         return mark
-    count = call.x.dim()
-    order = list(range(count))
-    if call.name == "permute":
-        given = call.kwargs.get("dims", call.args[1:])
-        given = given[0] if len(given) == 1 and isinstance(given[0], tuple | list) else given
-        order = [dim % count for dim in given]
-    elif call.name in ("T", "t"):
-        order.reverse()
-    elif call.name == "mT":
-        order[-2:] = order[:-3:-1]
-    else:
-        first, second = (call.value(at, f"dim{at - 1}") % count for at in (1, 2))
-        order[first], order[second] = order[second], order[first]
+    order = dim_order(call.name, call.x.dim(), call.args, call.kwargs)
     return Mark(order.index(mark.dim), mark.statistic)
 
 

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from typing import Any
 
 from torch import Tensor
@@ -50,6 +50,30 @@ def deciding(name: str, args: tuple[Any, ...], kwargs: dict[str, Any]) -> tuple[
     if name in _TO_SIZES:
         return args[:1]
     return (*args, *kwargs.values())
+
+
+def dim_order(name: str, count: int, args: Sequence[Any], kwargs: Mapping[str, Any]) -> list[int]:
+    """Return which dim of a tensor is where in its `permute`, `transpose` or `T`.
+
+    Args:
+        name: Of the function.
+        count: Dims of the tensor.
+        args: What it got, the tensor first.
+        kwargs: What it got by name.
+    """
+    order = list(range(count))
+    if name == "permute":
+        given = kwargs.get("dims", args[1:])
+        given = given[0] if len(given) == 1 and isinstance(given[0], tuple | list) else given
+        return [dim % count for dim in given]
+    if name in ("T", "t"):
+        return order[::-1]
+    if name == "mT":
+        first, second = -1, -2
+    else:  # names are dim0 and dim1, or axis0 and axis1, and their order says nothing
+        first, second = (*args[1:], *kwargs.values())
+    order[first], order[second] = order[second], order[first]
+    return order
 
 
 def note_zero(name: str, result: Tensor, args: Sequence[Any]) -> None:

@@ -20,7 +20,7 @@ from msrun.parallel.pipeline.chunks import STAGES, Chunks, read_chunks
 from msrun.parallel.pipeline.skeleton import Skeleton
 from msrun.parallel.pipeline.split import ChunkProgram, CutRule, assign
 from msrun.parallel.pipeline.trace import NamedInputs, Trace, input_names, trace
-from msrun.parallel.torch_compat import hooks_of
+from msrun.parallel.torch_compat import has_own_call, hooks_of
 
 _SHOWN_MAX = 8
 
@@ -196,7 +196,13 @@ def _device(model: nn.Module) -> torch.device:
 
 
 def _check_hooks(model: nn.Module, opened: Sequence[str]) -> None:
-    """Refuse hooks on modules that are divided: no stage calls such a module."""
+    """Refuse hooks on modules that are divided, and a `__call__` of the model: no stage runs it."""
+    if has_own_call(model):
+        raise ModelError(
+            f"{STAGES}: {type(model).__name__} has a __call__ of its own, and is divided among "
+            "stages, which run its forward",
+            hint="do in forward what __call__ does",
+        )
     for name in opened:
         kinds = sorted(hooks_of(model.get_submodule(name)))
         if kinds:

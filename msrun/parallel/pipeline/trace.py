@@ -146,7 +146,19 @@ def program_of(tree: nn.Module, graph: fx.Graph) -> Callable[..., Any]:
     """Return `graph` as a function of `tree` and the inputs of the graph."""
     # The class that torch writes for the graph holds the function; its module would keep
     # parameters of its own, which go stale when those of `tree` are replaced.
-    return type(fx.GraphModule(tree, graph)).forward
+    return type(_Program(tree, graph)).forward
+
+
+class _Program(fx.GraphModule):
+    """A graph of a model that may have a buffer of the name `code`, as codebooks do."""
+
+    @property
+    def code(self) -> str:
+        """The source, once there is one; torch raises what `hasattr` lets through before."""
+        try:
+            return super().code
+        except RuntimeError as error:
+            raise AttributeError(str(error)) from None
 
 
 def input_names(model: nn.Module, sample: Sequence[Any] | None) -> list[str]:

@@ -71,6 +71,7 @@ _SEARCH_SECONDS, _SEARCH_SECONDS_A_RANK = 0.02, 1e-4
 _WORRY_SECONDS = 10.0
 _SILENT_SECONDS = 600.0
 _LEAVE_SECONDS = 60.0
+_MEMORY_HINT = "use fewer rows at once, or give the process more memory (ulimit -d, its container)"
 # Where a script may ask for something.
 _READY = frozenset({WorkerPhase.IDLE, WorkerPhase.PULLING, WorkerPhase.COMPUTING})
 
@@ -307,6 +308,9 @@ class ServersClient:
                 if connection.is_up:
                     self._share(server)
                     self._feed(Reconnected(server))
+            if connection.has_given_up() and self.failure is None:
+                text = f"rank {self._rank} has no memory for what parameter server {server} sends"
+                self._fail(MsrunError(text, hint=_MEMORY_HINT))
         if self._broken:
             self._book.search()
 

@@ -17,7 +17,7 @@ from torch.distributed.tensor import DTensor, Partial, Replicate, Shard
 from torch.distributed.tensor.placement_types import Placement
 from torch.nn import functional
 
-from msrun.parallel.tensor.placements import on_mesh, packed_axis
+from msrun.parallel.tensor.placements import on_mesh, packed_axis, part_of
 from msrun.parallel.torch_compat import parts_before, strided_shard
 
 # Draws the dropped entries of a tensor: x, p, training, inplace -> result.
@@ -57,7 +57,7 @@ def attend(  # noqa: PLR0917 - as of torch
     mask = None
     if attn_mask is not None:
         mask = _local_mask(attn_mask, query)
-    parts = query.to_local(), key.to_local(), value.to_local()
+    parts = part_of(query), part_of(key), part_of(value)
     if not dropout_p:
         output = functional.scaled_dot_product_attention(
             *parts, mask, 0.0, is_causal, scale=scale, enable_gqa=enable_gqa

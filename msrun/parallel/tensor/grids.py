@@ -18,12 +18,14 @@ from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.tensor import DTensor, Partial
 from torch.distributed.tensor.placement_types import Placement
 from torch.nn import functional
+from torch.overrides import TorchFunctionMode
 
 from msrun.errors import ModelError
+from msrun.parallel import torch_compat
 from msrun.parallel.collectives import all_gather, reduce_scatter
 from msrun.parallel.notation.grids import Product
 from msrun.parallel.tensor.interleaved import Placing
-from msrun.parallel.tensor.placements import on_mesh
+from msrun.parallel.tensor.placements import on_mesh, part_of
 
 
 class GridProduct:
@@ -35,11 +37,20 @@ class GridProduct:
         product: How it is computed.
         mesh: Mesh of the plan.
         out: Placement that the plan wants for the output.
+        guard: Of the model.
     """
 
     def __init__(
-        self, name: str, module: nn.Module, product: Product, mesh: DeviceMesh, out: Placing
+        self,
+        name: str,
+        module: nn.Module,
+        product: Product,
+        mesh: DeviceMesh,
+        *,
+        out: Placing,
+        guard: TorchFunctionMode,
     ) -> None:
+        self._guard = guard
         self._name, self._module, self._mesh, self._out = name, module, mesh, out
         self._product = product
         names = mesh.mesh_dim_names or ()
@@ -48,6 +59,10 @@ class GridProduct:
 
     def __call__(self, x: Tensor) -> DTensor:
         """Return the output, in the layout of the plan."""
+        with torch_compat.unseen_by(self._guard):
+            return self._multiply(x)
+
+    def _multiply(self, x: Tensor) -> DTensor:
         product, mesh = self._product, self._mesh
         if not isinstance(x, DTensor):
             raise ModelError(f"{self._name} was called without its hooks, which gather the input")
@@ -59,7 +74,7 @@ class GridProduct:
             Partial() if axis == self._columns else placement
             for axis, placement in enumerate(x.placements)
         ]
-        local = x.to_local(grad_placements=summands)
+        local = part_of(x, summands)
         sums = functional.linear(local, self._block(weight, x.placements))
         result = reduce_scatter(sums, mesh.get_group(self._summed), product.scattered_dim)
         bias: Any = self._module.bias
@@ -75,7 +90,7 @@ class GridProduct:
             block = _of_rows(weight, placed)
         else:
             group = self._mesh.get_group(self._gathered)
-            block = all_gather(weight.to_local(), group, 0 if is_transposed else 1)
+            block = all_gather(part_of(weight), group, 0 if is_transposed else 1)
         return block.t() if is_transposed else block
 
 
@@ -91,5 +106,4 @@ def _of_rows(param: DTensor, placed: Sequence[Placement]) -> Tensor:
         Partial() if own.is_replicate() and not other.is_replicate() else own
         for own, other in zip(param.placements, placed, strict=True)
     ]
-    local: Tensor = param.to_local(grad_placements=summands)
-    return local
+    return part_of(param, summands)

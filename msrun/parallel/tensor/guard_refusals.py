@@ -228,8 +228,11 @@ class Views:
 
 @torch.no_grad()
 def _memory(x: DTensor) -> int:
-    """Return the address of this rank's part of `x`; 0 of one without memory."""
-    return x.to_local().untyped_storage().data_ptr()
+    """Return a number for the memory of this rank's part of `x`; 0 without memory."""
+    part = x.to_local()
+    storage = part.untyped_storage()
+    # Torch warns where the address of one without values is read.
+    return id(storage) if torch_compat.is_fake(part) else storage.data_ptr()
 
 
 def _hint(place: str | None, of_plan: str) -> str:

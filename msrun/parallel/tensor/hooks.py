@@ -71,7 +71,14 @@ from msrun.parallel.tensor.outputs import (
     plain,
     tensor_named,
 )
-from msrun.parallel.tensor.placements import on_mesh, packed, placements
+from msrun.parallel.tensor.placements import (
+    Gathers,
+    gathered,
+    joined_axes,
+    on_mesh,
+    packed,
+    placements,
+)
 from msrun.parallel.tensor.plan import ModulePlan
 
 # Shapes of one tensor whose placements are cached; sequences may have any length.
@@ -89,7 +96,7 @@ def apply(model: nn.Module, plans: Mapping[str, ModulePlan], mesh: DeviceMesh) -
     support_lists()
     torch_compat.move_shards_by_all_to_all()
     torch_compat.apply_own_functions_by_modes()
-    for axes in _joined(plans.values(), mesh.mesh_dim_names or ()):
+    for axes in joined_axes(plans.values(), mesh.mesh_dim_names or ()):
         torch_compat.join_axes(mesh[axes])
     # By identity, old and new: modules that share a parameter must share its DTensor.
     sharded: dict[int, Parameter] = {}
@@ -111,7 +118,7 @@ def apply(model: nn.Module, plans: Mapping[str, ModulePlan], mesh: DeviceMesh) -
             continue
         if plan.product is not None:
             out = _WantedPlacement(plan.out, mesh, f"{plan.key}, output of {name}")
-            module.forward = GridProduct(name, module, plan.product, mesh, out)
+            module.forward = GridProduct(name, module, plan.product, mesh, out=out, guard=guard)
         hooks = _Hooks(name, module, plan, mesh, guard)
         module.register_forward_pre_hook(hooks.before, with_kwargs=True)
         module.register_forward_hook(hooks.after)
@@ -146,24 +153,6 @@ def apply_parameters(module: nn.Module, params: Mapping[str, Dims], mesh: Device
 def _only_axis(plan: ModulePlan) -> str:
     """Return the one axis that the style of `plan` shards over."""
     return next(dim for dims in plan.params.values() for dim in dims if isinstance(dim, str))
-
-
-def _joined(plans: Iterable[ModulePlan], names: tuple[str, ...]) -> list[tuple[str, ...]]:
-    """Return the sets of axes that shard one dim together, each in the order of `names`."""
-    tensors = (
-        dims
-        for plan in plans
-        for dims in (
-            *plan.params.values(),
-            plan.inputs,
-            plan.out,
-            *plan.each_input.values(),
-            *plan.each_out.values(),
-        )
-        if dims
-    )
-    joined = {frozenset(dim) for dims in tensors for dim in dims if isinstance(dim, list)}
-    return sorted(tuple(sorted(axes, key=names.index)) for axes in joined if len(axes) > 1)
 
 
 def _shard(param: Parameter, dims: Dims, mesh: DeviceMesh, parts: int) -> Parameter:
@@ -243,6 +232,12 @@ class _Hooks:
     ) -> tuple[tuple[Any, ...], dict[str, Any]]:
         self._guard.resume()
         self._taken.pop(threading.get_ident(), None)  # of a forward that failed
+        with torch_compat.unseen_by(self._guard):
+            return self._placed(args, kwargs)
+
+    def _placed(
+        self, args: tuple[Any, ...], kwargs: dict[str, Any]
+    ) -> tuple[tuple[Any, ...], dict[str, Any]]:
         if self._arguments:
             return self._take_each(args, kwargs)
         for at, value in enumerate(args):
@@ -319,6 +314,10 @@ class _Hooks:
                 self._write_back(*taken)
         if not torch_compat.is_active(self._guard):  # the script calls a submodule directly
             return plain(output, may_be_sharded=False)
+        with torch_compat.unseen_by(self._guard):
+            return self._returned(module, output)
+
+    def _returned(self, module: nn.Module, output: Any) -> Any:
         if self._each_out:
             places = {
                 key: partial(self._give, module, wanted) if wanted else None
@@ -405,6 +404,7 @@ class _WantedPlacement:
         self._dims, self._mesh, self._where, self._parts = dims, mesh, where, parts
         self._replicated = (Replicate(),) * mesh.ndim
         self._placements: dict[torch.Size, tuple[Placement, ...]] = {}
+        self._gathers = Gathers()
 
     def put(self, x: Tensor, *, is_async: bool = False) -> DTensor:
         """Return `x` in this placement; a plain tensor counts as replicated.
@@ -420,6 +420,10 @@ class _WantedPlacement:
         if placed.placements == wanted:
             return placed
         has_turns = turns.is_in_copy()
+        if not (is_async or has_turns or torch_compat.is_pending(placed)):
+            axis = self._gathers.axis(placed, wanted)
+            if axis is not None:
+                return gathered(placed, wanted, axis)
         result = placed.redistribute(self._mesh, wanted, async_op=is_async or has_turns)
         if has_turns and torch_compat.is_pending(result):
             turns.begun()

@@ -9,19 +9,26 @@ later axis made.
 from __future__ import annotations
 
 import math
-from collections.abc import Sequence
-from functools import partial
+from collections.abc import Iterable, Sequence
+from typing import Any
 
+import torch
 from torch import Tensor
+from torch.autograd import Function
 from torch.distributed.device_mesh import DeviceMesh
-from torch.distributed.tensor import DTensor, Replicate, Shard
+from torch.distributed.tensor import DTensor, Partial, Replicate, Shard
 from torch.distributed.tensor.placement_types import Placement
 
 from msrun.errors import ConfigError
+from msrun.parallel import torch_compat
+from msrun.parallel.collectives import all_gather, all_reduce, reduce_scatter
 from msrun.parallel.copies import turns
 from msrun.parallel.notation.dims import axes_of_dims, dim_of
 from msrun.parallel.settings.plan_rules import Dim
+from msrun.parallel.tensor.plan import ModulePlan
 from msrun.parallel.torch_compat import parts_before, strided_shard
+
+_SPECS = torch_compat.ShardSpecs()
 
 
 def placements(dims: Sequence[Dim], mesh: DeviceMesh, ndim: int) -> tuple[Placement, ...]:
@@ -44,6 +51,24 @@ def placements(dims: Sequence[Dim], mesh: DeviceMesh, ndim: int) -> tuple[Placem
             placed[index] = strided_shard(dim, parts) if parts > 1 else Shard(dim)
             before.append(index)
     return tuple(placed)
+
+
+def joined_axes(plans: Iterable[ModulePlan], names: tuple[str, ...]) -> list[tuple[str, ...]]:
+    """Return the sets of axes that shard one dim together, each in the order of `names`."""
+    tensors = (
+        dims
+        for plan in plans
+        for dims in (
+            *plan.params.values(),
+            plan.inputs,
+            plan.out,
+            *plan.each_input.values(),
+            *plan.each_out.values(),
+        )
+        if dims
+    )
+    joined = {frozenset(dim) for dims in tensors for dim in dims if isinstance(dim, list)}
+    return sorted(tuple(sorted(axes, key=names.index)) for axes in joined if len(axes) > 1)
 
 
 def packed(placed: Sequence[Placement], parts: int) -> tuple[Placement, ...]:
@@ -73,26 +98,177 @@ def packed_axis(placed: Sequence[Placement]) -> int | None:
 def on_mesh(part: Tensor, mesh: DeviceMesh, placed: Sequence[Placement]) -> DTensor:
     """Return the DTensor whose part on this rank is `part`; gradients of gradients are right, too.
 
-    torch alone drops gradients of gradients where the first gradient is partial, without an error
-    if others flow.
+    `DTensor.from_local` drops gradients of gradients where the first gradient is partial, without
+    an error if others flow.
 
     Args:
         part: This rank's part, of the size that the placements give.
         mesh: Mesh of the tensor.
-        placed: Placements; none is partial.
+        placed: Placements, of dims that count from 0; none is partial.
     """
-    tensor = DTensor.from_local(part, mesh, placed, run_check=False)
-    if tensor.requires_grad:
-        # Other copies compute in backward, too, while the gradient is on its way.
-        tensor.register_hook(partial(_as_placed, tuple(placed), turns.is_in_copy()))
-    return tensor
+    # Other copies compute in backward, too, while the gradient is on its way.
+    found: DTensor = _OnMesh.apply(part, mesh, tuple(placed), turns.is_in_copy())  # type: ignore[no-untyped-call]
+    return found
 
 
-def _as_placed(placed: tuple[Placement, ...], is_async: bool, gradient: DTensor) -> DTensor:  # noqa: FBT001
-    """Return the gradient in the placements of the tensor."""
-    if gradient.placements == placed:
-        return gradient
-    return gradient.redistribute(placements=placed, async_op=is_async)
+def part_of(tensor: DTensor, gradient: Sequence[Placement] | None = None) -> Tensor:
+    """Return this rank's part of `tensor`, as `to_local` does, in less time.
+
+    Args:
+        tensor: The tensor.
+        gradient: Placements of the gradient of the part, if they are not those of `tensor`.
+    """
+    if not torch.is_grad_enabled():
+        return torch_compat.local_tensor(tensor)
+    if gradient is None:
+        gradient = [Replicate() if p.is_partial() else p for p in tensor.placements]
+    placed = tuple(gradient)
+    found: Tensor = _PartOf.apply(tensor, placed)  # type: ignore[no-untyped-call]
+    return found
+
+
+def gathered(x: DTensor, wanted: tuple[Placement, ...], axis: int) -> DTensor:
+    """Return `x` in the placements `wanted`, as `redistribute` does, in less time.
+
+    Args:
+        x: The tensor, whose part on this rank is there.
+        wanted: Its placements without that of `axis`, for which `gathered_axis` is true.
+        axis: Index in the mesh.
+    """
+    found: DTensor = _Gathered.apply(x, wanted, axis)  # type: ignore[no-untyped-call]
+    return found
+
+
+def gathered_axis(
+    placed: Sequence[Placement], wanted: Sequence[Placement], mesh: DeviceMesh, shape: torch.Size
+) -> int | None:
+    """Return the one mesh axis whose parts are joined between `placed` and `wanted`, if any.
+
+    Ranks then have one part of a dim after the other, in their order on this axis.
+    """
+    changed = [axis for axis, old in enumerate(placed) if old != wanted[axis]]
+    try:
+        before, after = (dims_of(each, mesh, len(shape)) for each in (placed, wanted))
+    except ConfigError:
+        return None
+    names = mesh.mesh_dim_names or ()
+    pairs = enumerate(zip(map(_axes, before), map(_axes, after), strict=True))
+    dims = [(dim, old, new) for dim, (old, new) in pairs if old != new]
+    if len(changed) != 1 or len(dims) != 1:
+        return None
+    dim, old, new = dims[0]
+    parts = math.prod(mesh.size(names.index(axis)) for axis in old)
+    is_last = old == (*new, names[changed[0]])
+    return changed[0] if is_last and shape[dim] % parts == 0 else None
+
+
+class Gathers:
+    """Over which axis tensors are gathered for one placement, worked out once for each of them."""
+
+    # A program may have any number of shapes.
+    _COUNT_MAX = 100
+
+    def __init__(self) -> None:
+        self._known: dict[tuple[tuple[Placement, ...], torch.Size], int | None] = {}
+
+    def axis(self, x: DTensor, wanted: tuple[Placement, ...]) -> int | None:
+        """Return the `gathered_axis` of `x`; `wanted` is the same for each shape."""
+        key = x.placements, x.shape
+        if key not in self._known:
+            if len(self._known) == self._COUNT_MAX:
+                self._known.clear()
+            self._known[key] = gathered_axis(x.placements, wanted, x.device_mesh, x.shape)
+        return self._known[key]
+
+
+def _axes(dim: Dim) -> tuple[str, ...]:
+    return (dim,) if isinstance(dim, str) else tuple(dim or ())
+
+
+class _OnMesh(Function):
+    @staticmethod
+    def forward(
+        ctx: Any,
+        part: Tensor,
+        mesh: DeviceMesh,
+        placed: tuple[Placement, ...],
+        is_async: bool,  # noqa: FBT001
+    ) -> DTensor:
+        ctx.set_materialize_grads(False)
+        ctx.placed, ctx.is_async = placed, is_async
+        return _SPECS.tensor(part.view_as(part), mesh, placed)
+
+    @staticmethod
+    def backward(ctx: Any, gradient: DTensor | None) -> tuple[Tensor | None, ...]:
+        if gradient is None:
+            return None, None, None, None
+        if gradient.placements == ctx.placed:
+            return part_of(gradient), None, None, None
+        axis = None if ctx.is_async else _summed_axis(gradient, ctx.placed)
+        if axis is not None:
+            sums = gradient.device_mesh.get_group(axis)
+            return all_reduce(torch_compat.local_tensor(gradient), sums), None, None, None
+        gradient = gradient.redistribute(placements=ctx.placed, async_op=ctx.is_async)
+        return part_of(gradient), None, None, None
+
+
+def _summed_axis(gradient: DTensor, wanted: tuple[Placement, ...]) -> int | None:
+    """Return the one mesh axis over which `gradient` is added up for `wanted`, if that is all."""
+    pairs = enumerate(zip(gradient.placements, wanted, strict=True))
+    changed = [(axis, old, new) for axis, (old, new) in pairs if old != new]
+    if len(changed) != 1 or torch.is_grad_enabled():  # then it is to be differentiated again
+        return None
+    axis, old, new = changed[0]
+    is_sum = old == Partial() and new.is_replicate() and not torch_compat.is_pending(gradient)
+    return axis if is_sum else None
+
+
+class _PartOf(Function):
+    @staticmethod
+    def forward(ctx: Any, tensor: DTensor, placed: tuple[Placement, ...]) -> Tensor:
+        ctx.set_materialize_grads(False)
+        ctx.mesh, ctx.placed = tensor.device_mesh, placed
+        ctx.shape, ctx.cut, ctx.stride = tensor.shape, tensor.placements, tensor.stride()
+        local = torch_compat.local_tensor(tensor)
+        return local.view_as(local)
+
+    @staticmethod
+    def backward(ctx: Any, gradient: Tensor | None) -> tuple[Tensor | None, ...]:
+        if gradient is None:
+            return None, None
+        if torch.is_grad_enabled():  # it is to be differentiated again
+            whole = DTensor.from_local(
+                gradient,
+                ctx.mesh,
+                ctx.placed,
+                run_check=False,
+                shape=ctx.shape,
+                stride=ctx.stride,
+            )
+            return whole, None
+        return _SPECS.tensor(gradient, ctx.mesh, ctx.placed, (ctx.shape, ctx.cut)), None
+
+
+class _Gathered(Function):
+    @staticmethod
+    def forward(ctx: Any, x: DTensor, wanted: tuple[Placement, ...], axis: int) -> DTensor:
+        mesh = x.device_mesh
+        ctx.set_materialize_grads(False)
+        ctx.placed, ctx.axis, ctx.group = x.placements, axis, mesh.get_group(axis)
+        ctx.dim = x.placements[axis].dim  # type: ignore[attr-defined]
+        # Its ranks each have the gradient by what they computed.
+        ctx.summands = (*wanted[:axis], Partial(), *wanted[axis + 1 :])
+        part = all_gather(torch_compat.local_tensor(x), ctx.group, ctx.dim)
+        return _SPECS.tensor(part, mesh, wanted)
+
+    @staticmethod
+    def backward(ctx: Any, gradient: DTensor | None) -> tuple[Tensor | None, ...]:
+        if gradient is None:
+            return None, None, None
+        if torch.is_grad_enabled() or gradient.placements != ctx.summands:
+            return gradient.redistribute(placements=ctx.placed), None, None
+        part = reduce_scatter(torch_compat.local_tensor(gradient), ctx.group, ctx.dim)
+        return _SPECS.tensor(part, gradient.device_mesh, ctx.placed), None, None
 
 
 def dims_of(placed: Sequence[Placement], mesh: DeviceMesh, ndim: int) -> list[Dim]:

@@ -408,6 +408,11 @@ def _routed(key: str, name: str, module: ModuleShape, ranks: int) -> ModulePlan:
     """Return the plan of experts on ranks, which are dim 0 of each weight or members of a list."""
     if module.members >= ranks and not module.params:
         return ModulePlan(key=key, params={}, inputs=None, out=None, is_routed=True)
+    if module.members and not module.params:
+        raise ConfigError(
+            f"{key}.style: {name} has {module.members} experts, fewer than the {ranks} ranks of "
+            f"{EXPERT_AXIS} (choose {EXPERT_AXIS} {module.members} or less)"
+        )
     shapes = list(module.params.values())
     is_of_experts = (
         any(len(shape) == _EXPERT_DIMS for shape in shapes)

@@ -17,7 +17,7 @@ from torch import Tensor
 from torch.distributed.tensor import DTensor, Shard
 from torch.distributed.tensor.placement_types import Placement
 
-from msrun.parallel.tensor.placements import on_mesh
+from msrun.parallel.tensor.placements import on_mesh, part_of
 from msrun.parallel.torch_compat import parts_before, strided_shard
 
 ShardFunction = Callable[..., Any]
@@ -46,7 +46,7 @@ def _index(x: DTensor, key: Any) -> Any:
             moved[dim] = new_dim
             new_dim += 1
         dim += 1
-    return wrapped(x, x.to_local()[tuple(entries)], moved)
+    return wrapped(x, part_of(x)[tuple(entries)], moved)
 
 
 def _selects(entry: Any) -> bool:
@@ -69,27 +69,27 @@ def _cat(tensors: Sequence[Any], dim: int = 0) -> Any:
     placed = [x if sharded_dims(x) else x.redistribute(placements=like.placements) for x in filled]
     if any(x.placements != like.placements for x in placed):
         return None
-    return wrapped(like, torch.cat([x.to_local() for x in placed], dim))
+    return wrapped(like, torch.cat([part_of(x) for x in placed], dim))
 
 
 def _split(x: DTensor, split_size: Any, dim: int = 0) -> Any:
     dim %= x.dim()
     if dim not in sharded_dims(x):
-        return tuple(wrapped(x, part) for part in x.to_local().split(split_size, dim))
+        return tuple(wrapped(x, part) for part in part_of(x).split(split_size, dim))
     parts = _packed_parts(x, dim)
     sizes = split_size if isinstance(split_size, (list, tuple)) else [split_size] * parts
     if parts == 1 or len(sizes) != parts or any(size * parts != x.shape[dim] for size in sizes):
         return None
-    return tuple(_unpacked(x, part, dim) for part in x.to_local().chunk(parts, dim))
+    return tuple(_unpacked(x, part, dim) for part in part_of(x).chunk(parts, dim))
 
 
 def _chunk(x: DTensor, chunks: int, dim: int = 0) -> Any:
     dim %= x.dim()
     if dim not in sharded_dims(x):
-        return tuple(wrapped(x, part) for part in x.to_local().chunk(chunks, dim))
+        return tuple(wrapped(x, part) for part in part_of(x).chunk(chunks, dim))
     if _packed_parts(x, dim) != chunks or chunks == 1:
         return None
-    return tuple(_unpacked(x, part, dim) for part in x.to_local().chunk(chunks, dim))
+    return tuple(_unpacked(x, part, dim) for part in part_of(x).chunk(chunks, dim))
 
 
 def _unbind(x: DTensor, dim: int = 0) -> Any:
@@ -97,7 +97,7 @@ def _unbind(x: DTensor, dim: int = 0) -> Any:
     if dim in sharded_dims(x):
         return None
     moved = {other: other - (other > dim) for other in range(x.dim()) if other != dim}
-    return tuple(wrapped(x, part, moved) for part in x.to_local().unbind(dim))
+    return tuple(wrapped(x, part, moved) for part in part_of(x).unbind(dim))
 
 
 def _view(x: DTensor, *sizes: Any) -> Any:
@@ -126,7 +126,7 @@ def _view(x: DTensor, *sizes: Any) -> Any:
         else:
             continue
         placed = [p if parts_before(p) is None else new_dim for p in x.placements]
-        return on_mesh(x.to_local().reshape(local), x.device_mesh, placed)
+        return on_mesh(part_of(x).reshape(local), x.device_mesh, placed)
     return None
 
 
@@ -156,7 +156,7 @@ def _view_of_parts(x: DTensor, shape: list[int]) -> Any:
             if parts is not None and _dim(placement) % x.dim() == dim:
                 parts = parts if packs == 1 else left
                 placed[axis] = strided_shard(place, parts) if parts > 1 else Shard(place)
-    return on_mesh(x.to_local().reshape(local), x.device_mesh, placed)
+    return on_mesh(part_of(x).reshape(local), x.device_mesh, placed)
 
 
 def _unflatten(x: DTensor, dim: Any, sizes: Any) -> Any:

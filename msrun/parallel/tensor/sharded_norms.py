@@ -19,7 +19,7 @@ from torch.nn import functional
 
 from msrun.parallel import torch_compat
 from msrun.parallel.collectives import all_reduce
-from msrun.parallel.tensor.placements import on_mesh
+from msrun.parallel.tensor.placements import on_mesh, part_of
 from msrun.parallel.tensor.shard_functions import is_even
 from msrun.parallel.torch_compat import parts_before, strided_shard
 
@@ -67,7 +67,7 @@ class _NormedRows:
 
     def __init__(self, x: DTensor, axes: Sequence[int]) -> None:
         self._x, self._axes = x, axes
-        local = x.to_local()
+        local = part_of(x)
         self.values = local.to(torch.promote_types(local.dtype, torch.float32))
         self.width = x.shape[-1]
         self._group = _group(x, axes) if axes else None
@@ -117,8 +117,10 @@ class _NormedRows:
             wanted.append(own if axis in self._axes else Replicate())
             is_of_rows = axis not in self._axes and not placement.is_replicate()
             summands.append(Partial() if is_of_rows else wanted[-1])
-        local: Tensor = param.redistribute(placements=wanted).to_local(grad_placements=summands)
-        return local
+        placed = (
+            param if param.placements == tuple(wanted) else param.redistribute(placements=wanted)
+        )
+        return part_of(placed, summands)
 
 
 def _dim(placement: Placement, dims: int) -> int | None:

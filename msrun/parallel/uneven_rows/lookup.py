@@ -24,12 +24,13 @@ from torch.nn import functional
 
 from msrun.errors import ModelError
 from msrun.parallel import torch_compat
+from msrun.parallel.collectives import all_to_all
 from msrun.parallel.foreach.lists import refuse_norms_of
 from msrun.parallel.local import replace_parameter
 from msrun.parallel.tensor.guard import Guard
 from msrun.parallel.tensor.hooks import placing
 from msrun.parallel.tensor.outputs import plain
-from msrun.parallel.tensor.placements import on_mesh
+from msrun.parallel.tensor.placements import on_mesh, part_of
 from msrun.parallel.tensor.plan import ModulePlan
 from msrun.parallel.uneven_rows.rows import RowRange, TablePart
 
@@ -150,8 +151,10 @@ class _Lookup:
         """Return `rows` by samples, or all of them where there are too few samples."""
         parts = len(self._rows.counts)
         is_even = rows.dim() > _BAG_DIMS and rows.shape[0] % parts == 0
-        placed = self._placements(Shard(0) if is_even else Replicate())
-        return rows.redistribute(self._mesh, placed)
+        if not is_even:
+            return rows.redistribute(self._mesh, self._placements(Replicate()))
+        moved = all_to_all(part_of(rows), self._rows.group, 0, rows.dim() - 2)
+        return on_mesh(moved, self._mesh, self._placements(Shard(0)))
 
     def _bags(
         self,

@@ -6,13 +6,16 @@ import weakref
 
 import torch
 
+import msrun
 from msrun.parallel.advise.advise import AdviceRequest, advise_model
 from msrun.parallel.advise.simulate import LiveBytes, is_plain
 from msrun.parallel.auto.tracing.structure import leaf_tensors
 from msrun.parallel.local import local_part
+from msrun.parallel.search.cost.topology import preset
 from msrun.parallel.torch_compat import is_fake
 
-LOCAL = 8
+LOCAL, RANKS = 8, 2
+TOTAL, TOKENS = RANKS * LOCAL, 1024
 
 
 def small(**sizes):
@@ -105,9 +108,55 @@ class Held(LiveBytes):
         return output
 
 
-def request(memory, world=2):
+def of_length(name):
+    """Return what makes batches of `name`: of long sequences if it ends so."""
+    kind, _, is_long = name.partition(" ")
+    if not is_long:
+        return SAMPLES[kind]
+
+    def tokens(count):
+        ids = torch.randint(0, 128, (count, TOKENS))
+        return {"input_ids": ids, "labels": ids}
+
+    return tokens
+
+
+def made(name):
+    kind, _, is_long = name.partition(" ")
+    return model(kind, long=TOKENS) if is_long else model(kind)
+
+
+def local(batch, rt):
+    """Return the samples of this rank."""
+    count, share = rt.layout.axes.get("dp", 1), rt.coordinate.get("dp", 0)
+    return {key: x.chunk(count)[share].clone() for key, x in batch.items()}
+
+
+def measured(name, config):
+    """Return the most bytes that this rank had in three steps."""
+    rt = msrun.init(config)
+    torch.manual_seed(0)
+    # Before ranks have random streams of their own.
+    batches = [local(of_length(name)(TOTAL), rt) for _ in range(3)]
+    net = rt.shard(made(name), sample=batches[0])
+    optimizer = rt.optimizer(torch.optim.AdamW(net.parameters(), foreach=False))
+    held = Held()
+    while batches:
+        batch = batches.pop()
+        held.know([*net.parameters(), *net.buffers(), *batch.values()])
+        with held.counted():
+            rt.step(net, optimizer, batch)
+    return held.peak
+
+
+def request(memory, world=RANKS):
     return AdviceRequest(
-        target="", world=world, memory=memory, batch=None, optimizer="adam", is_host=True
+        target="",
+        world=world,
+        memory=memory,
+        batch=None,
+        optimizer="adam",
+        topology=preset("cpu"),
     )
 
 

@@ -5,7 +5,7 @@ from __future__ import annotations
 import pytest
 import torch
 import yaml
-from advise_models import LOCAL, SAMPLES, Held, model, request
+from advise_models import LOCAL, TOKENS, TOTAL, local, made, measured, of_length, request
 from ranks import run_ranks
 from torch.nn import functional
 
@@ -17,38 +17,7 @@ from msrun.parallel.auto.left_out import has_modules
 
 pytestmark = [pytest.mark.torch, pytest.mark.own_process]
 
-TOTAL = 2 * LOCAL
-TOKENS = 1024
 STEPS = 2
-
-
-def batches(name):
-    torch.manual_seed(5)
-    return [SAMPLES[name](TOTAL) for _ in range(STEPS)]
-
-
-def of_length(name):
-    """Return what makes batches of `name`: of long sequences if it ends so."""
-    kind, _, is_long = name.partition(" ")
-    if not is_long:
-        return SAMPLES[kind]
-
-    def tokens(count):
-        ids = torch.randint(0, 128, (count, TOKENS))
-        return {"input_ids": ids, "labels": ids}
-
-    return tokens
-
-
-def made(name):
-    kind, _, is_long = name.partition(" ")
-    return model(kind, long=TOKENS) if is_long else model(kind)
-
-
-def local(batch, rt):
-    """Return the samples of this rank."""
-    count, share = rt.layout.axes.get("dp", 1), rt.coordinate.get("dp", 0)
-    return {key: x.chunk(count)[share] for key, x in batch.items()}
 
 
 def advised(name):
@@ -67,21 +36,6 @@ def advised(name):
 def written(row):
     """Return the configuration of a row, as the command writes it."""
     return yaml.safe_load(yaml.safe_dump(row.config, sort_keys=False))
-
-
-def measured(name, config):
-    rt = msrun.init(config)
-    torch.manual_seed(0)
-    batch = local(of_length(name)(TOTAL), rt)
-    net = rt.shard(made(name), sample=batch)
-    optimizer = rt.optimizer(torch.optim.AdamW(net.parameters(), foreach=False))
-    held = Held()
-    for _ in range(3):
-        batch = local(of_length(name)(TOTAL), rt)
-        held.know([*net.parameters(), *net.buffers(), *batch.values()])
-        with held.counted():
-            rt.step(net, optimizer, batch)
-    return held.peak
 
 
 CASES = ("gpt2", "llama", "bert", "vit", "t5", "mixtral", "llama long")
@@ -157,6 +111,20 @@ def test_divided_operators_send_what_the_formula_says():
     assert peaks.sent == (2 + 1) * (2 * (ranks - 1) / ranks) * 8 * 16 * 4
     assert peaks.parts["layers.0.fc1.weight"] == 1 / ranks
     assert not torch.distributed.is_initialized()
+
+
+def test_views_of_divided_tensors_need_no_values():
+    class Heads(Feed):
+        def forward(self, x):
+            for layer in self.layers:
+                heads = layer["fc1"](x).unflatten(1, (4, 16)).softmax(-1)
+                x = x + layer["fc2"](heads.flatten(1))
+            return x.pow(2).mean()
+
+    with torch.device("meta"):
+        net, x = Heads(), torch.randn(8, 16)
+    # Torch warns once in a process, and warnings are errors here.
+    assert operators_divided(net, [x], [], 2).parts["layers.0.fc1.weight"] == 1 / 2
 
 
 def test_stages_have_their_parameters_and_what_they_send():

@@ -171,17 +171,24 @@ def saved(case, path, config):
 
 
 @pytest.mark.slow
-def test_a_plan_of_a_laptop_trains_under_its_configuration(tmp_path):
+@pytest.mark.parametrize(
+    ("case", "ranks", "named", "mesh"),
+    [
+        (MIXTURE, 4, {"dp": 1, "ep": 4}, ({"dp": 4}, 4)),
+        (TEXT, 2, {"dp": 1, "cp": 2}, ({"dp": 1, "cp": 2}, 0)),
+    ],
+)
+def test_a_plan_of_a_laptop_trains_under_its_configuration(tmp_path, case, ranks, named, mesh):
     from msrun.parallel.search.plan.plan import write_plan
 
-    plan = searched(MIXTURE, tmp_path, 4)
+    plan = searched(case, tmp_path, ranks)
     write_plan(plan, tmp_path / "plan.json")
-    ((want, _, _, _),) = run_ranks(train, 1, MIXTURE, {"mesh": {"dp": 1}})
-    for mesh in ("auto", {"dp": 1, "ep": 4}):
+    ((want, _, _, _),) = run_ranks(train, 1, case, {"mesh": {"dp": 1}})
+    for axes in ("auto", named):
         for losses, _, found in run_ranks(
-            saved, 4, MIXTURE, tmp_path / "plan.json", {"mesh": mesh}
+            saved, ranks, case, tmp_path / "plan.json", {"mesh": axes}
         ):
-            assert (losses, found) == (pytest.approx(want, rel=1e-10), ({"dp": 4}, 4))
+            assert (losses, found) == (pytest.approx(want, rel=1e-10), mesh)
 
 
 def snippet(code):

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import time
+
 import pytest
 import torch
 from ranks import run_warm
@@ -9,7 +11,12 @@ from torch import nn
 from torch.nn import functional
 
 import msrun
+from msrun.parallel.auto.offline_search import SearchRequest, search_model
+from msrun.parallel.auto.tracing.trace import trace
 from msrun.parallel.collectives import all_reduce
+from msrun.parallel.search.alternatives.chosen import AlternativeJob, Alternatives
+from msrun.parallel.search.cost.topology import find_topology
+from msrun.parallel.search.plan.plan import write_plan
 
 pytestmark = [
     pytest.mark.torch,
@@ -115,6 +122,31 @@ def assert_equal(found, expected):
         assert torch.allclose(ours, theirs, rtol=1e-8, atol=1e-10)
 
 
+class Slow:
+    """A plan that takes longer than any grid."""
+
+    seconds = 1.0
+
+
+@pytest.mark.parametrize(("overlap", "style"), [(0.0, "grid 3d"), (0.9, "grid 2.5d")])
+def test_gradients_that_hide_make_the_first_axis_of_a_cube_divide_samples(tmp_path, overlap, style):
+    """2.5d averages gradients where 3d gathers weights, and only gradients hide."""
+    links = tmp_path / "links.yaml"
+    links.write_text(f"{LINKS}overlap: {overlap}\n")
+    with torch.device("meta"):
+        net, sample = Residual(), [torch.randn(4, WIDTH)] * 2
+    traced = trace(net, sample)
+    job = AlternativeJob(
+        topology=find_topology(str(links)),
+        world=8,
+        batch=4,
+        mesh={"x": 2, "y": 2, "z": 2},
+        microbatches=1,
+    )
+    others = Alternatives(job, lambda: (traced.modules, ""), lambda _: traced.program)
+    assert others.fastest(Slow).name == style
+
+
 CASES = {
     "a grid on a named mesh": ("rows", 3, 4, {"mesh": {"x": 2, "y": 2}}),
     "a grid on any mesh": ("rows", 3, 4, {"mesh": "auto"}),
@@ -134,6 +166,44 @@ def test_mode_auto_divides_a_model_that_learns_what_one_process_learns(tmp_path,
     links.write_text(LINKS)
     ((expected),) = run_warm(train, 1, kind, samples, {"mesh": {"dp": 1}})
     config = {"mode": "auto", "topology": str(links), **config}
+    for found in run_warm(train, ranks, kind, samples, config):
+        divided, has_parts = found[4]
+        assert (divided > 0, has_parts) == (kind == "rows", kind == "images")
+        assert_equal(found, expected)
+
+
+def made_rows():
+    return Residual().double(), (torch.randn(3, WIDTH).double(), torch.randn(3, WIDTH).double())
+
+
+def made_images():
+    return Pixels().double(), (torch.randn(1, 3, 33, 40).double(), torch.zeros(1).long())
+
+
+SAVED = {
+    "grid": ("rows", 3, 4, {"x": 2, "y": 2}, None, "grid 2d"),
+    "images": ("images", 1, 2, {"h": 2}, 200 * 2**10, "parts of images"),
+}
+
+
+@pytest.mark.parametrize("name", SAVED)
+def test_a_saved_division_trains_as_one_process(tmp_path, name):
+    kind, samples, ranks, mesh, memory, what = SAVED[name]
+    links = tmp_path / "links.yaml"
+    links.write_text(LINKS)
+    request = SearchRequest(
+        target=f"{__file__}:made_{kind}",
+        world=ranks,
+        batch=None,
+        memory=memory,
+        topology=find_topology(str(links)),
+        mesh=mesh,
+    )
+    plan = search_model(request, clock=time.monotonic, report=lambda _: None)
+    assert plan.runs_on == what
+    write_plan(plan, tmp_path / "plan.json")
+    ((expected),) = run_warm(train, 1, kind, samples, {"mesh": {"dp": 1}})
+    config = {"mode": "auto", "plan": str(tmp_path / "plan.json"), "mesh": mesh}
     for found in run_warm(train, ranks, kind, samples, config):
         divided, has_parts = found[4]
         assert (divided > 0, has_parts) == (kind == "rows", kind == "images")

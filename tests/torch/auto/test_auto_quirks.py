@@ -169,6 +169,19 @@ def with_pre_hook(net):
     net.register_forward_pre_hook(lambda _, args: (args[0] * 2,))
 
 
+def with_own_call(net):
+    class Called(type(net)):
+        def __call__(self, x):
+            return super().__call__(x * 0.5)
+
+    net.__class__ = Called
+
+
+def test_call_of_the_model_that_no_plan_runs_is_refused():
+    (message,) = run_warm(hooked, 1, Dropping, with_own_call)
+    assert message == "parallel.mode: auto cannot run the __call__ of Called, the model itself,"
+
+
 def test_hooks_that_no_plan_runs_are_refused():
     (message,) = run_warm(hooked, 1, Dropping, with_backward_hook)
     assert message == "parallel.mode: auto cannot run the backward hook of up"

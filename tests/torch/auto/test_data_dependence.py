@@ -59,7 +59,12 @@ UNKNOWN = {
 def test_values_that_may_change_are_refused_without_a_dump(name, capfd):
     with pytest.raises(ModelError) as caught:
         trace(Reads(UNKNOWN[name]), (given(),))
-    assert caught.value.message.startswith("search: the forward of Reads cannot be traced: ")
+    line = Reads.forward.__code__.co_firstlineno + 1
+    assert caught.value.message == (
+        "search: the forward of Reads cannot be traced: it reads the value of a tensor "
+        f"(test_data_dependence.py, line {line})"
+    )
+    assert "torch.where" in caught.value.hint
     assert capfd.readouterr() == ("", "")
 
 

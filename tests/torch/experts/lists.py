@@ -193,6 +193,17 @@ class Finished(Loop):
         return (self.norm(found) * self.scale(rows).sigmoid() + self.shared(rows)).view_as(x)
 
 
+class Three(Loop):
+    """Has experts that ranks do not divide."""
+
+    def __init__(self):
+        super().__init__()
+        self.experts = self.experts[:3]
+
+    def route(self, rows):
+        return self.gate(rows)[:, :3].softmax(-1).topk(2)
+
+
 LISTS = {
     "list, finished": Finished,
     "list": Loop,
@@ -207,3 +218,4 @@ LISTS = {
     "list, weighted": WeightedLoop,
 }
 MODELS |= {name: functools.partial(Language, kind) for name, kind in LISTS.items()}
+MODELS["three"] = functools.partial(Language, Three)

@@ -2,13 +2,19 @@
 
 import copy
 import datetime as dt
-import itertools
 
 import pytest
 import torch
 import torch.distributed as dist
 from lists import LISTS, Expert, Loop
-from mixtures import EXPERTS, RULE, WIDTH, Language, build, difference, texts, token_loss
+from mixtures import (
+    CHOICES,
+    RULE,
+    WIDTH,
+    build,
+    difference,
+    texts,
+)
 from ranks import run_warm
 from test_expert_state import LAYOUTS, continued, first_step, whole_weights
 from test_experts import CONFIGS
@@ -16,7 +22,6 @@ from torch import nn
 from torch.nn import functional
 
 import msrun
-from msrun.errors import UsageError
 from msrun.parallel import torch_compat
 from msrun.parallel.checkpoint.convert import convert
 from msrun.parallel.uneven_rows.rows import rows_of
@@ -29,7 +34,6 @@ pytestmark = [
 
 # Each micro-batch would add to its counts, and its expert has no plan of its own.
 ONCE = ("accumulate and recompute", "zero 2", "ep and tp", "zero, ep and tp", "pp")
-EP = {"mesh": {"dp": 2, "ep": 2}, "plan": [RULE]}
 
 
 def worst_of(names, config):
@@ -137,184 +141,10 @@ def test_a_rank_holds_the_members_of_its_own(layout):
     assert run_warm(made_on_meta, ranks, config) == [[]] * ranks
 
 
-class Three(Loop):
-    """Has experts that ranks do not divide."""
-
-    def __init__(self):
-        super().__init__()
-        self.experts = self.experts[:3]
-
-    def route(self, rows):
-        return self.gate(rows)[:, :3].softmax(-1).topk(2)
-
-
-class Buffered(Expert):
-    def __init__(self):
-        super().__init__()
-        self.register_buffer("scale", torch.ones(()))
-
-
-class Across(Expert):
-    """Normalises over the rows that it gets."""
-
-    def forward(self, x):
-        return super().forward(x - x.mean(0))
-
-
-class Pair(Expert):
-    def forward(self, x):
-        return super().forward(x), x
-
-
-class Scaled(Expert):
-    def forward(self, x, factor=1):
-        return super().forward(x) * factor
-
-
-class Chain(Loop):
-    """The second expert of a token gets what the first one returned."""
-
-    def mix(self, rows, _, index):
-        for place in range(index.size(1)):
-            found = torch.zeros_like(rows)
-            for number, expert in enumerate(self.experts):
-                row = torch.where(index[:, place] == number)[0]
-                found[row] = expert(rows[row])
-            rows = rows + found
-        return rows
-
-
-class Reading(Loop):
-    """Computes with a parameter of an expert itself."""
-
-    def mix(self, rows, weights, index):
-        return super().mix(rows, weights, index) + self.experts[0].down.bias
-
-
-class Moody(Loop):
-    """Calls fewer experts from call to call, by a count outside of its module."""
-
-    numbers = itertools.count(1)
-
-    def mix(self, rows, weights, index):
-        last = -next(self.numbers)
-        return super().mix(rows[:last], weights, index[:last]).sum(0)
-
-
-class Scaling(Loop):
-    kind = Scaled
-
-    def mix(self, rows, *_):
-        return sum(expert(rows, factor=0.5) for expert in self.experts)
-
-
-class Normed(Loop):
-    def __init__(self):
-        super().__init__()
-        self.norm = nn.BatchNorm1d(WIDTH)
-
-
-class Unlike(Loop):
-    def __init__(self):
-        super().__init__()
-        self.experts[1] = nn.Linear(WIDTH, WIDTH)
-
-
-class Shared(Loop):
-    def __init__(self):
-        super().__init__()
-        self.experts[1] = self.experts[0]
-
-
-def of_kind(one):
-    return type("OfKind", (Loop,), {"kind": one})
-
-
-OF = "layers.0.mlp.experts of style experts over ep"
-MIXTURE = (
-    "layers.0.mlp: its forward ran twice, since its experts are a list of which ranks have parts, "
-    "and called its modules otherwise the second time"
-)
-CASES = {
-    "buffered": (
-        of_kind(Buffered),
-        f"{OF}: 0 has the buffer scale, which one rank alone would change",
-    ),
-    "across": (
-        of_kind(Across),
-        (
-            f"{OF}: what an expert computes of a row depends on other rows, some of which come "
-            "from other ranks"
-        ),
-    ),
-    "pair": (
-        of_kind(Pair),
-        f"{OF}: an expert returns a tuple for 1 rows: it has to return one tensor with as many",
-    ),
-    "scaling": (
-        Scaling,
-        (
-            f"{OF}: an expert was called with (24, 8), float; it takes up to 3 tensors (rows, ..., "
-            "width) with as many rows each"
-        ),
-    ),
-    "chain": (
-        Chain,
-        (
-            f"{OF}: what expert {{}} gets depends on what another one returned, or differs when "
-            "the forward around them runs again"
-        ),
-    ),
-    "reading": (
-        Reading,
-        (
-            "layers.0.mlp.experts.0.down.bias is of an expert of a list, which one rank of ep has: "
-            "add of it would be another on each rank"
-        ),
-    ),
-    "moody": (Moody, MIXTURE),
-    "normed": (
-        Normed,
-        (
-            f"{OF}: norm is a batch norm beside the experts, and ranks without rows for experts "
-            "would meet there at another time"
-        ),
-    ),
-    "unlike": (
-        Unlike,
-        (
-            f"{OF}: 1 (Linear) has other parameters than 0 (Expert), and ranks have experts of one "
-            "kind"
-        ),
-    ),
-    "shared": (Shared, f"{OF}: members have no parameters, or share them with other modules"),
-}
-
-
-def evaluate(rt, model):
-    tokens, target = (tensor.chunk(2)[rt.rank] for tensor in texts(1)[0])
-    model = rt.shard(model)
-    with torch.no_grad():
-        token_loss(model(tokens), target)
-
-
-def said(names):
-    """Return what is said of each model, on this rank."""
-    found = {}
-    for name in names:
-        rt = msrun.init({"mesh": {"ep": 2}, "plan": [RULE]})
-        torch.manual_seed(3)
-        model = Language(CASES[name][0])
-        with pytest.raises(UsageError) as caught:
-            evaluate(rt, model)
-        found[name] = caught.value.message
-    return found
-
-
-def test_lists_that_ranks_cannot_share_are_refused():
-    for found in run_warm(said, 2, list(CASES)):
-        for name, (_, sentence) in CASES.items():
-            assert found[name] in {sentence.format(number) for number in range(EXPERTS)}
+def test_ranks_have_unlike_numbers_of_experts():
+    config = {"mesh": {"ep": 2}, "plan": [RULE]}
+    found = run_warm(differences, 2, ["three"], config)
+    assert found == [{"three": pytest.approx(0, abs=2e-6)}] * 2
 
 
 class Delayed:
@@ -365,3 +195,46 @@ def overlapped(path):
 
 def test_a_shared_expert_runs_while_rows_travel_and_while_their_gradients_do(tmp_path):
     assert run_warm(overlapped, 2, str(tmp_path / "store")) == [0, 2]
+
+
+class Favourites(Loop):
+    """All tokens choose the first experts, so that other ranks compute no row."""
+
+    def route(self, rows):
+        weights, _ = self.gate(rows).softmax(-1).topk(CHOICES)
+        return weights, torch.arange(CHOICES).expand(len(rows), -1)
+
+
+class OwnLoss(nn.Module):
+    def __init__(self):
+        super().__init__()
+        self.first, self.mix, self.head = nn.Linear(WIDTH, WIDTH), Favourites(), nn.Linear(WIDTH, 3)
+
+    def forward(self, x, labels):
+        return {
+            "loss": functional.cross_entropy(
+                self.head(self.mix(self.first(x))).flatten(0, 1), labels
+            )
+        }
+
+
+def losses_of_favourites(config):
+    rt = msrun.init(config)
+    torch.manual_seed(0)
+    model = rt.shard(OwnLoss())
+    update = rt.optimizer(torch.optim.SGD(model.parameters(), lr=0.5))
+    draw = torch.Generator().manual_seed(1)
+    share, count = rt.coordinate.get("dp", 0), rt.layout.size("dp")
+    found = []
+    for _ in range(3):
+        x = torch.randn(8, 4, WIDTH, generator=draw).chunk(count)[share]
+        labels = torch.randint(0, 3, (8, 4), generator=draw).chunk(count)[share]
+        found.append(rt.step(model, update, {"x": x, "labels": labels.flatten()}).item())
+    return found
+
+
+def test_rank_without_rows_for_its_experts_takes_the_loss_of_a_model_as_the_others_do():
+    expected = run_warm(losses_of_favourites, 1, {})[0]
+
+    for found in run_warm(losses_of_favourites, 2, {"mesh": {"ep": 2}, "plan": [RULE]}):
+        assert found == pytest.approx(expected, rel=1e-5)

@@ -110,9 +110,9 @@ def data():
     return found
 
 
-def difference(name, config):
+def difference(name, config, dtype=torch.float32):
     """Return how far losses and weights are from one process."""
-    model = build(name)
+    model = build(name).to(dtype)
     whole = copy.deepcopy(model)
     plain = torch.optim.AdamW(whole.parameters(), lr=0.01)
     rt = msrun.init(config)
@@ -138,20 +138,21 @@ def difference(name, config):
     return max(gaps)
 
 
-# The loss of SwitchTransformers is not known as a mean over tokens where a step has several parts.
-CASES = [
-    (name, config)
-    for name in MODELS
-    for config in CONFIGS
-    if name != "SwitchTransformers" or "accumulate" not in config
-]
-
-
-@pytest.mark.parametrize(("name", "config"), CASES)
-def test_a_mixture_of_transformers_trains_as_in_one_process(name, config):
+def case_of(name, config):
+    """Return what `run_warm` takes after the function, for one model."""
     ranks, options = CONFIGS[config]
-    found = run_warm(difference, ranks, name, {"plan": [RULE], **options})
-    assert max(found) < 1e-5
+    dtype = torch.float32
+    if "recompute" in options and name == "SwitchTransformers":
+        # It calls its layers blocks; and its weights in float32 move further than the limit here.
+        options = options | {"recompute": {"modules": ["*coder.block.*"]}}
+        dtype = torch.float64
+    return ranks, name, {"plan": [RULE], **options}, dtype
+
+
+@pytest.mark.parametrize("config", CONFIGS)
+@pytest.mark.parametrize("name", MODELS)
+def test_a_mixture_of_transformers_trains_as_in_one_process(name, config):
+    assert max(run_warm(difference, *case_of(name, config))) < 1e-5
 
 
 def refused():

@@ -147,12 +147,21 @@ class Masked(Layer):
         return y
 
 
-def test_a_write_into_a_saved_tensor_that_stays_is_refused():
-    config = {"offload": {"activations": ["layers.*"]}}
+class Squared(Layer):
+    def forward(self, x):
+        y = super().forward(x)
+        squares = y * y
+        y += 1
+        return squares
+
+
+@pytest.mark.parametrize(("layer", "shape"), [(Masked, (WIDTH,)), (Squared, (ROWS, WIDTH))])
+def test_a_write_into_a_saved_tensor_is_refused_where_it_stays_and_where_it_moves(layer, shape):
+    config = {"offload": {"activations": ["layers.*"], "threshold": 65}}
     with pytest.raises(UsageError) as refused:
-        stepped(config, Masked)
+        stepped(config, layer)
     assert refused.value.message == (
-        "a tensor of shape (16,) that the backward pass needs was written in place after the "
+        f"a tensor of shape {shape} that the backward pass needs was written in place after the "
         "forward pass had used it"
     )
 

@@ -11,6 +11,10 @@ import torch
 from ranks import MODELS, OPTIMIZERS, batches, build, run_warm
 from torch import nn
 from torch.nn import functional
+from torch.optim.optimizer import (
+    register_optimizer_step_post_hook,
+    register_optimizer_step_pre_hook,
+)
 
 import msrun
 from msrun.errors import ConfigError, UsageError
@@ -262,6 +266,22 @@ def test_what_the_update_raises_is_raised_where_it_is_waited_for():
             step(rt, model, update)
         with pytest.raises(ValueError, match="no"):  # of the other modules
             rt.finish()
+
+
+def test_hooks_of_all_optimizers_see_the_step_of_the_script_alone():
+    seen = []
+    handles = [
+        register_optimizer_step_pre_hook(lambda optimizer, *_: seen.append(optimizer)),
+        register_optimizer_step_post_hook(lambda optimizer, *_: seen.append(optimizer)),
+    ]
+    with msrun.init(OVERLAP) as rt:
+        model, update = begin(rt)
+        step(rt, model, update)
+        rt.sharded(model).host_step.settle()
+    for handle in handles:
+        handle.remove()
+
+    assert seen == [update] * 2
 
 
 def test_optimizers_that_are_not_known_are_refused():

@@ -124,6 +124,10 @@ def refused(options):
             {"dataset": numbers(), "batch_size": 1, "sampler": [0]},
             "rt.loader: it makes its own sampler (for another use a DataLoader)",
         ),
+        (
+            {"dataset": DataLoader(numbers()), "batch_size": 1},
+            "rt.loader: it was given a DataLoader, and makes its own",
+        ),
     ],
 )
 def test_what_cannot_be_divided_is_refused(options, sentence):

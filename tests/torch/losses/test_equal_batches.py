@@ -3,6 +3,7 @@
 import pytest
 import torch
 from ranks import OPTIMIZERS, build, run_warm
+from torch import nn
 from torch.nn import functional
 from torch.utils.data import DataLoader, DistributedSampler, TensorDataset
 
@@ -141,3 +142,62 @@ def test_calls_of_a_plain_loop_are_compared(config, load, names):
 def test_equal_batches_train(config, load):
     ranks = 4 if "dp" in config["mesh"] else 2
     assert run_warm(steps, ranks, config, load) == [""] * ranks
+
+
+def call_on_a_grid(config):
+    """Call a model in which one rank of a grid has another batch."""
+    rt = msrun.init(config)
+    model = rt.shard(build("mlp"))
+    x = samples().tensors[0][:8]
+    try:
+        model(x + (rt.rank == 3))
+    except msrun.RanksDisagreeError as error:
+        return error.message
+    return ""
+
+
+def test_ranks_of_several_axes_refuse_together_the_batch_of_one():
+    config = {
+        "mesh": {"rows": 2, "columns": 2},
+        "plan": [{"match": "fc1", "style": "2d", "axes": ["rows", "columns"]}],
+    }
+    expected = MESSAGE.format(3, 0, "input 0") + "train on one batch"
+    assert run_warm(call_on_a_grid, 4, config) == [expected] * 4
+
+
+def constant_first(rt):
+    """Samples begin with a constant, as those of linear models do."""
+    x = torch.randn(32768, 16, generator=torch.Generator().manual_seed(rt.rank))
+    x[:, 0] = 1
+    yield x, torch.zeros(len(x), dtype=torch.long)
+
+
+def test_batches_that_differ_behind_a_constant_are_refused():
+    expected = MESSAGE.format(1, 0, "input 0") + "train on one batch"
+    assert run_warm(steps, 2, SHARDED, constant_first) == [expected] * 2
+
+
+class Spectra(nn.Module):
+    """Reads complex numbers."""
+
+    def __init__(self):
+        super().__init__()
+        self.fc1 = nn.Linear(16, 16)
+        self.fc2 = nn.Linear(16, 10)
+
+    def forward(self, x):
+        return self.fc2(self.fc1(x.real).relu())
+
+
+def conjugated(_):
+    rt = msrun.init(SHARDED)
+    model = rt.shard(Spectra())
+    update = torch.optim.SGD(model.parameters(), lr=0.1)
+    x, y = samples().tensors
+    x = torch.complex(x, x).conj()[:8]
+    return rt.step(model, update, functional.cross_entropy, x, y[:8]).item()
+
+
+def test_conjugates_that_torch_has_yet_to_compute_train():
+    first, second = run_warm(conjugated, 2, None)
+    assert first == second

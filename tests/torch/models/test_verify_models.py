@@ -1,4 +1,4 @@
-"""`scripts/verify_models.py`: real models under `msrun verify`, each in a job of its own."""
+"""`scripts/verify_models.py`: real models under `verify: first_step`."""
 
 import subprocess
 import sys
@@ -25,6 +25,15 @@ def test_steps_of_real_models_equal_one_process():
     assert (done.returncode, last) == (0, "2 equal"), done.stdout + done.stderr
     assert [line.partition(": equal: ")[0] for line in lines] == ["GPT-2:dp", "LSTM:zero 3"]
     assert all("step 1 equals one process: loss " in line for line in lines)
+
+
+def test_a_step_that_cannot_be_compared_does_not_count_as_equal():
+    pytest.importorskip("transformers")
+    done = run("MusicGen:dp")
+    line, last = done.stdout.splitlines()
+    assert (done.returncode, last) == (0, "1 not"), done.stdout + done.stderr
+    assert line.startswith("MusicGen:dp: not: equal: ")
+    assert "nothing was verified in step 1: the model draws random numbers" in line
 
 
 def test_a_cell_that_is_not_there_is_refused_with_the_choices():

@@ -2,6 +2,7 @@
 
 import gc
 import os
+import resource
 import threading
 from multiprocessing import get_context
 from pathlib import Path
@@ -15,6 +16,7 @@ from torch import nn
 from torch.nn import functional
 
 import msrun
+from msrun.errors import MsrunError
 from msrun.parallel.servers.shared_memory import PeerRegion, SharedRegion, peer_region
 from msrun.parallel.servers.wire import NOT_HERE, RANK, SERVER, Hail, Packet, decode, encode
 
@@ -188,12 +190,42 @@ def test_tensors_in_frames_train_as_shared_ones(servers, shared, tmp_path, monke
     check(found, servers + 1 if shared else 0)
 
 
-def resident(pid):
-    """Return the bytes of memory of a process that no file backs."""
+def pull_more_than_there_is_memory():
+    """Return what a rank says whose memory does not suffice for the rows that it looks up."""
+    rt = msrun.init({"servers": {"params": ["weight"], "shared_memory": False}})
+    model = rt.shard(nn.Embedding(16, MIB))
+    rt.optimizer(torch.optim.SGD(model.parameters()))
+    model(torch.tensor([0]))
+    _, hard = before = resource.getrlimit(resource.RLIMIT_DATA)
+    resource.setrlimit(resource.RLIMIT_DATA, (fields_of("self")["VmData"] + 32 * MIB, hard))
+    try:
+        model(torch.arange(16))
+    except MsrunError as error:
+        return str(error)
+    finally:
+        resource.setrlimit(resource.RLIMIT_DATA, before)
+    return ""
+
+
+def test_a_rank_without_memory_for_its_rows_says_so(tmp_path, monkeypatch):
+    """ZeroMQ ends its connection without a word, and for good."""
+    with serving(tmp_path, monkeypatch, 1, 1):
+        [said] = run_warm(pull_more_than_there_is_memory, 1)
+
+    assert said == "rank 0 has no memory for what parameter server 0 sends"
+
+
+def fields_of(pid):
+    """Return what the kernel says of a process, in bytes where it is in kB."""
     text = Path(f"/proc/{pid}/status").read_text()
     fields = dict(line.split(":", 1) for line in text.splitlines())
-    now = sum(int(fields[name].split()[0]) for name in ("RssAnon", "RssShmem"))
-    return now << 10
+    return {name: int(words.split()[0]) << 10 for name, words in fields.items() if "kB" in words}
+
+
+def resident(pid):
+    """Return the bytes of memory of a process that no file backs."""
+    fields = fields_of(pid)
+    return fields["RssAnon"] + fields["RssShmem"]
 
 
 def train_a_table(pid, rows, width, kind):

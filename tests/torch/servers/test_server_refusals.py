@@ -65,6 +65,23 @@ def look_at_values(_rt, model, _update):
     bool(torch.isnan(model.table.weight.grad).any())
 
 
+def gradient_of(model):
+    model(torch.tensor([1])).sum().backward()
+    return model.table.weight.grad
+
+
+def divide_by_it(_rt, model, _update):
+    torch.tensor(2.0) / gradient_of(model)
+
+
+def round_down(_rt, model, _update):
+    gradient_of(model).div_(3, rounding_mode="floor")
+
+
+def write_into_it(_rt, model, _update):
+    torch.add(torch.ones(8, 2), torch.ones(8, 2), out=gradient_of(model))
+
+
 def again(rt, _model, _update):
     rt.shard(Tiny())
 
@@ -153,6 +170,9 @@ CASES = {
     "with a staleness servers step with each rank's gradient": (STALE, Tiny, adamw, clip),
     "clamp of the gradient of table.weight": ({}, Tiny, adamw, clip_values),
     "gradient of table.weight: a rank has its part": ({}, Tiny, adamw, look_at_values),
+    "div of the gradient of table.weight: a rank has": ({}, Tiny, adamw, divide_by_it),
+    "div of the gradient of table.weight: a rank": ({}, Tiny, adamw, round_down),
+    "add of the gradient of table.weight": ({}, Tiny, adamw, write_into_it),
     "parameters of another model": ({}, Tiny, mixed, again),
 }
 
@@ -218,15 +238,18 @@ def test_wrong_keys(keys, sentence):
 
 
 @pytest.mark.parametrize(
-    "keys",
+    ("keys", "sentence"),
     [
-        {"mode": "auto"},
-        {"mode": "manual"},
-        {"verify": 1},
-        {"pipeline": {"stages": {"a": 0}, "microbatches": 2}},
-        {"precision": "fp16"},
+        ({"mode": "auto"}, "mode auto plans whole models"),
+        ({"mode": "manual"}, "mode manual leaves the reduction to the script"),
+        ({"verify": 1}, "verify compares with one process, which has no servers"),
+        (
+            {"pipeline": {"stages": {"a": 0}, "microbatches": 2}},
+            "every rank gives them the same parameters, and each stage of a pipeline has its own",
+        ),
+        ({"precision": "fp16"}, "precision would send them gradients of a scaled loss"),
     ],
 )
-def test_what_is_not_composed(keys):
-    with pytest.raises(ConfigError, match=r"parallel\.servers: "):
+def test_what_is_not_composed(keys, sentence):
+    with pytest.raises(ConfigError, match=re.escape(f"parallel.servers: {sentence}")):
         parse_config({"servers": {"params": ["a"]}, **keys})

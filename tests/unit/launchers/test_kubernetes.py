@@ -265,6 +265,14 @@ def test_fleets_that_are_refused(fleet, monkeypatch, texts, changes, beginning):
     assert refusal.value.message.startswith(beginning)
 
 
+def test_a_file_whose_name_begins_with_a_dot_is_shipped(fleet, monkeypatch):
+    monkeypatch.setitem(FILES, ".plan.yaml", "mesh: {dp: 2}")
+    words = ("--parallel=.plan.yaml", "train.py")
+    found = objects(plan_of(fleet, {"image": "t", "ship": "true"}, words=words))
+
+    assert any(".plan.yaml" in (each.get("data") or {}) for each in found.values())
+
+
 def test_names_that_begin_with_a_digit_or_have_dots(fleet):
     def name(job_id):
         return objects(plan_of(fleet, {"image": "t"}, job_id=job_id))["job.yaml"]["metadata"][

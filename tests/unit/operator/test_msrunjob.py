@@ -171,6 +171,23 @@ def test_a_template_that_contradicts_itself_fails_the_job():
     assert "has name 'msrun' twice in one list" in decided.status["verdict"]["cause"]
 
 
+@pytest.mark.parametrize(
+    ("template", "path"),
+    [
+        ({"metadata": {"labels": "team"}}, "metadata.labels is 'team'"),
+        ({"metadata": {"annotations": ["a"]}}, "metadata.annotations is \"['a']\""),
+        ({"metadata": "x"}, "metadata is 'x'"),
+        ({"spec": None}, "spec is 'None'"),
+    ],
+)
+def test_a_template_of_another_form_fails_the_job(template, path):
+    decided = decide(msrun_job(podTemplate=template))
+
+    assert decided.status["phase"] == "Failed"
+    cause = f"spec.podTemplate: {path}, and pods have a mapping there"
+    assert decided.status["verdict"] == {"code": 2, "cause": cause}
+
+
 def test_servers_are_an_option_of_the_program():
     assert "--server-num=2" in words(msrun_job(nodes=2, servers=2))
 

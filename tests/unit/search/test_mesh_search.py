@@ -1,8 +1,10 @@
 from __future__ import annotations
 
 import math
+import re
 from functools import cache
 
+import msgspec
 import programs
 import pytest
 from programs import TINY
@@ -144,5 +146,22 @@ def test_memory_of_stages_is_that_of_the_whole_program_cut_into_them(spare, reco
 def test_numbers_grow_with_the_batch():
     small, large = (programs.transformer(1, batch=b) for b in (2, 6))
     assert ProgramByBatch(small, large, (2, 6)).at(10) == programs.transformer(1, batch=10)
-    with pytest.raises(UsageError, match="other operators"):
-        ProgramByBatch(small, programs.transformer(2), (2, 6))
+
+
+def test_a_program_that_changes_with_the_batch_is_refused_with_what_differs():
+    small, large = (programs.transformer(1, batch=b) for b in (2, 6))
+    with pytest.raises(UsageError) as caught:
+        ProgramByBatch(small, programs.transformer(2, batch=6), (2, 6))
+    assert re.fullmatch(
+        r"search: the model runs other operators with 2 samples than with 6 "
+        r"\((\w+) and (?!\1)\w+\), and one plan cannot have both",
+        caught.value.message,
+    )
+    first, *others = large.steps
+    divided = msgspec.structs.replace(first, outputs=(*first.outputs, "more"))
+    with pytest.raises(UsageError) as caught:
+        ProgramByBatch(small, msgspec.structs.replace(large, steps=[divided, *others]), (2, 6))
+    assert caught.value.message == (
+        f"search: the tensors that {first.packet} makes are 1 with 2 samples and 2 with 6, "
+        "and one plan cannot have both"
+    )

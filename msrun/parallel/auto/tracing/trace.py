@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import operator
+import traceback
 import warnings
 from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
 from dataclasses import replace
@@ -19,12 +20,14 @@ from msrun.parallel.auto.tracing.modes import StepMode, mode_of
 from msrun.parallel.auto.tracing.plain_values import Change, PlainValues, without_draws
 from msrun.parallel.auto.tracing.sample_marks import known_values
 from msrun.parallel.auto.tracing.structure import leaf_tensors, mapped, with_tensors
+from msrun.parallel.pipeline.record.recorder import where
 from msrun.parallel.search.graph.operators import rules_of_steps
 from msrun.parallel.search.graph.program import Program, Step, Value
 from msrun.parallel.search.plan.lowering import Modules
 
 _DETACHES = ("detach", "detach_")
 _NOTHING = ("_assert_tensor_metadata", "_assert_scalar", "sym_constrain_range", "_log_api_usage")
+_OTHER_MODE = "choose a configuration without mode: auto"
 
 
 class Evaluation(NamedTuple):
@@ -333,7 +336,7 @@ def trace(model: nn.Module, sample: Sequence[Any]) -> Traced:
         return _trace(model, sample)
     except ModelError as error:
         with grouped_experts(model) as is_other:
-            if not is_other or not reads_values(error):
+            if not is_other or not reads_values(error.__cause__ or error):
                 raise
             return _trace(model, sample)
 
@@ -375,11 +378,20 @@ def _exported(
     except ModelError:
         raise
     except Exception as error:
-        reason = str(error).strip().partition("\n")[0]
-        raise ModelError(
-            f"search: the forward of {type(model).__name__} cannot be traced: {reason}",
-            hint="torch.export needs a forward whose steps do not depend on values of tensors",
-        ) from error
+        raise _refusal(model, error) from error
+
+
+def _refusal(model: nn.Module, error: Exception) -> ModelError:
+    """Return why `torch.export` cannot follow the forward, which ended with `error`."""
+    reason = str(error).strip().partition("\n")[0] or type(error).__name__
+    hint = f"let torch.export trace the forward, or {_OTHER_MODE}"
+    if reads_values(error):  # of which torch speaks as of expressions and symbols
+        reason = "it reads the value of a tensor"
+        hint = f"compute with tensors alone (torch.where), or {_OTHER_MODE}"
+    line = where(traceback.extract_tb(error.__traceback__))
+    return ModelError(
+        f"search: the forward of {type(model).__name__} cannot be traced: {reason}{line}", hint=hint
+    )
 
 
 def _is_identity(packet: str, node: fx.Node, value: Any) -> bool:

@@ -13,8 +13,9 @@ import traceback
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager, nullcontext
 from enum import Enum
+from inspect import ismodule
 from pathlib import Path
-from types import BuiltinFunctionType, FunctionType, GetSetDescriptorType
+from types import BuiltinFunctionType, FrameType, FunctionType, GetSetDescriptorType
 from typing import Any, NoReturn
 
 import torch
@@ -351,7 +352,8 @@ class ForwardRecorder(TorchFunctionMode):
             if id(value) not in self._originals:
                 self.refuse(
                     f"forward hands {receiver} an object of {type(value).__name__}",
-                    "only tensors and plain values go to and between stages",
+                    "only tensors and plain values go to and between stages; make the object in "
+                    "the module that uses it, or train without pp",
                 )
             value = self._originals[id(value)]
         return self._free("call_function", Held(value), ())
@@ -387,9 +389,16 @@ class ForwardRecorder(TorchFunctionMode):
 
     def _constant(self, tensor: Tensor) -> str:
         if is_fake(tensor) or isinstance(tensor, Parameter):
+            if name := _scripted(sys._getframe()):  # noqa: SLF001 - as `inspect` does
+                self.refuse(
+                    f"forward calls {name}, a function of torch.jit.script, whose steps cannot be "
+                    "recorded",
+                    f"call it in a module that has a stage, or leave {name} a function of Python",
+                )
             self.refuse(
                 "forward uses a tensor that no torch function returned and no module has",
-                "make it in a module that has a stage",
+                "make it in a module that has a stage; what torch.jit.script or an extension in "
+                "C++ computes is not recorded elsewhere",
             )
         name = f"constant_{id(tensor)}"
         self.constants[name] = tensor
@@ -450,10 +459,32 @@ def _paths(value: Any, path: tuple[Any, ...] = ()) -> Iterator[tuple[Tensor, tup
             yield from _paths(getattr(value, name), (*path, _Field(name)))
 
 
+def _scripted(frame: FrameType | None) -> str:
+    """Return the name of a function of TorchScript that the model's own code around names."""
+    while frame is not None and not _is_of_model(frame.f_code.co_filename):
+        frame = frame.f_back
+    if frame is None:
+        return ""
+    names = set(frame.f_code.co_names) | set(frame.f_locals)
+    owners = [frame.f_locals, frame.f_globals, vars(frame.f_locals.get("self", object))]
+    owners += [
+        vars(found) for of in owners[:2] for name in names if ismodule(found := of.get(name))
+    ]
+    kind: Any = torch.jit  # whose types leave it out
+    for name in sorted(names):
+        if any(isinstance(owner.get(name), kind.ScriptFunction) for owner in owners):
+            return name
+    return ""
+
+
+def _is_of_model(filename: str) -> bool:
+    parents = Path(filename).parents
+    return _TORCH not in parents and _OURS not in parents
+
+
 def where(stack: traceback.StackSummary) -> str:
     """Return the line of the model's own code in `stack` that was reached last."""
     for frame in reversed(stack):
-        path = Path(frame.filename)
-        if _TORCH not in path.parents and _OURS not in path.parents:
-            return f" ({path.name}, line {frame.lineno})"
+        if _is_of_model(frame.filename):
+            return f" ({Path(frame.filename).name}, line {frame.lineno})"
     return ""

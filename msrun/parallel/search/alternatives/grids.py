@@ -62,7 +62,7 @@ _NUMBER = 4  # bytes
 def grid_alternatives(
     alone: OneRank, modules: Modules, mesh: Mapping[str, int], limit: float | None
 ) -> Findings:
-    """Return the fastest grid on a mesh.
+    """Return the fastest grid on a mesh; see `grids_on`.
 
     Args:
         alone: The model, for the samples of a data-parallel rank.
@@ -70,11 +70,19 @@ def grid_alternatives(
         mesh: Axis -> size.
         limit: Bytes that a rank has; None is any.
     """
+    found, notes = grids_on(alone, modules, mesh)
+    return fitting(found, limit, [] if found else notes)
+
+
+def grids_on(
+    alone: OneRank, modules: Modules, mesh: Mapping[str, int]
+) -> tuple[list[Alternative], list[str]]:
+    """Return all grids on a mesh, and why there are no others."""
     every = [*grids(mesh)]
     if not every:
-        return Findings(None, ["grids: the mesh has no two or three axes beside dp"])
+        return [], ["grids: the mesh has no two or three axes beside dp"]
     if problem := _problem(alone):
-        return Findings(None, [f"grids: {problem}"])
+        return [], [f"grids: {problem}"]
     found, notes = [], dict[str, None]()
     for grid in every:
         walk = _GridWalk(alone, modules, grid, mesh)
@@ -83,7 +91,7 @@ def grid_alternatives(
             notes[f"grid {grid.style}: {problem}"] = None
         else:
             found.append(walk.alternative())
-    return fitting(found, limit, [] if found else [*notes])
+    return found, [*notes]
 
 
 def _problem(alone: OneRank) -> str:
@@ -168,7 +176,8 @@ class _GridWalk:
             # Ranks of the first axis have other samples each, for modules on the grid alone.
             others = {name: shares.get(name, 0.0) for name in self._program.params}
             self._transfers += alone.averaged(others, next(iter(grid.sizes)))
-        costs = alone.moved(self._transfers, wires_of(self._mesh, alone.setting))
+        wires = wires_of(self._mesh, alone.setting)
+        costs = alone.moved(self._transfers, wires)
         work = alone.starts
         for name, seconds in alone.seconds.items():
             share = shares.get(name, 1.0) if alone.kinds[name] == "param" else self._work(name)
@@ -187,6 +196,7 @@ class _GridWalk:
             config={"mesh": self._mesh, "plan": plan},
             seconds=sum(costs.values()),
             memory=memory,
+            sent=alone.sent(self._transfers, wires),
             costs=costs,
             params=self._placed(),
         )

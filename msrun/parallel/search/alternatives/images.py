@@ -218,6 +218,7 @@ class _ImageWalk:
             config={"mesh": self._mesh, "data": data},
             seconds=sum(costs.values()),
             memory=memory,
+            sent=alone.sent(transfers, self._wires),
             costs=costs,
         )
 

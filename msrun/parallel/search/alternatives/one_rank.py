@@ -14,7 +14,7 @@ from typing import Any, NamedTuple
 
 import msgspec
 
-from msrun.parallel.search.cost.cost import collective
+from msrun.parallel.search.cost.cost import collective, estimate
 from msrun.parallel.search.cost.redistribution import MoveKind
 from msrun.parallel.search.cost.topology import Wire
 from msrun.parallel.search.graph.program import Program
@@ -31,6 +31,7 @@ class Alternative(msgspec.Struct, frozen=True, kw_only=True):
         microbatches: Of a step.
         seconds: Of a step, predicted.
         memory: Bytes of a rank, predicted.
+        sent: Bytes that a rank sends in a step.
         costs: What the seconds are made up of.
         params: Parameter -> its placement on each axis, where it is not replicated.
     """
@@ -40,6 +41,7 @@ class Alternative(msgspec.Struct, frozen=True, kw_only=True):
     microbatches: int = 1
     seconds: float
     memory: float
+    sent: float = 0.0
     costs: dict[str, float] = {}
     params: dict[str, list[str]] = {}
 
@@ -72,12 +74,14 @@ class Transfer(NamedTuple):
         axis: Over which axis.
         nbytes: Of the full tensor of its ranks.
         times: How often a step runs it.
+        visible: Share of its time that no computation hides.
     """
 
     kind: MoveKind
     axis: str
     nbytes: float
     times: float = 1.0
+    visible: float = 1.0
 
 
 class OneRank:
@@ -111,9 +115,18 @@ class OneRank:
                 continue
             start, rate = collective(move.kind, wire)
             name = f"{_NAMES[move.kind]} over {move.axis}"
-            seconds = move.times * (start + rate * move.nbytes)
+            seconds = move.times * move.visible * (start + rate * move.nbytes)
             found[name] = found.get(name, 0.0) + seconds
         return found
+
+    def sent(self, moves: Iterable[Transfer], wires: Mapping[str, Wire]) -> float:
+        """Return the bytes that a rank sends in collectives."""
+        total = 0.0
+        for move in moves:
+            # Over one byte a second, without latency.
+            wire = Wire(size=wires[move.axis].size, bandwidth=1.0, start=0.0, hop=0.0)
+            total += move.times * estimate(move.kind, wire)[1] * move.nbytes
+        return total
 
     def averaged(self, shares: Mapping[str, float], axis: str) -> list[Transfer]:
         """Return the all-reduces of the gradients of all parameters over `axis`.
@@ -128,7 +141,7 @@ class OneRank:
             for name in program.params
             if name not in program.frozen
         }
-        return [Transfer(MoveKind.REDUCE, axis, size, visible) for size in sizes.values()]
+        return [Transfer(MoveKind.REDUCE, axis, size, visible=visible) for size in sizes.values()]
 
 
 _NAMES = {

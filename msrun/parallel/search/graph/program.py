@@ -8,6 +8,7 @@ number that differs is linear in the batch, so any other size follows without an
 from __future__ import annotations
 
 import math
+from itertools import zip_longest
 from typing import Any
 
 import msgspec
@@ -117,6 +118,25 @@ class Program(msgspec.Struct, frozen=True, kw_only=True):
         return trained
 
 
+def _first_difference(small: Program, large: Program, sizes: tuple[int, int]) -> str:
+    """Return what the model does otherwise with batches of two sizes; empty if nothing."""
+    for one, other in zip_longest(small.steps, large.steps):
+        packets = [step.packet if step else "no more" for step in (one, other)]
+        if packets[0] != packets[1] or one.target != other.target:
+            return (
+                f"the model runs other operators with {sizes[0]} samples than with {sizes[1]} "
+                f"({packets[0]} and {packets[1]})"
+            )
+        if len(one.outputs) != len(other.outputs):
+            return (
+                f"the tensors that {one.packet} makes are {len(one.outputs)} with {sizes[0]} "
+                f"samples and {len(other.outputs)} with {sizes[1]}"
+            )
+    if list(small.values) != list(large.values):
+        return f"the model has other tensors with {sizes[0]} samples than with {sizes[1]}"
+    return ""
+
+
 class ProgramByBatch:
     """A program for batches of any size: its numbers grow as they did between two sizes.
 
@@ -133,10 +153,10 @@ class ProgramByBatch:
     """
 
     def __init__(self, small: Program, large: Program, sizes: tuple[int, int]) -> None:
-        same = [step.target for step in small.steps] == [step.target for step in large.steps]
-        if not same or list(small.values) != list(large.values):
+        if difference := _first_difference(small, large, sizes):
             raise ModelError(
-                "search: the model runs other operators with another size of the batch"
+                f"search: {difference}, and one plan cannot have both",
+                hint="choose a configuration without mode: auto",
             )
         self._small, self._large, self._sizes = small, large, sizes
         self.ends = small, large, sizes

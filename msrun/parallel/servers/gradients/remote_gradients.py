@@ -97,7 +97,8 @@ class RemoteGradients:
         self._terms = terms
         self._client = client
         self._measured: _Measured | None = None
-        self._is_running = False
+        # Number of the backward pass at whose end parameters get their gradients.
+        self._running = -1
 
     def watch(self, model: nn.Module) -> None:
         """Have gradients of backward passes through `model` be those of servers."""
@@ -121,13 +122,14 @@ class RemoteGradients:
 
     def begin(self) -> None:
         """Note that a backward pass is running; at its end all parameters have gradients."""
-        if not self._is_running:
-            self._is_running = True
+        number = torch_compat.backward_number()
+        if number != self._running:  # one that raised does not end
+            self._running = number
             torch_compat.after_backward(self.complete)
 
     def complete(self) -> None:
         """Give every parameter a gradient, also where this rank has no part of it."""
-        self._is_running = False
+        self._running = -1
         self._measured = None
         for each in self._all:
             if each.parameter.grad is None and each.parameter.requires_grad:

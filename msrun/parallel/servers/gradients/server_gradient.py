@@ -113,7 +113,7 @@ class ServerGradient(Tensor):
         name = func.name().partition("::")[2].partition(".")[0]
         rule = _RULES.get(name)
         if rule is None:
-            raise _refusal(name, args)
+            raise _refusal(name, (*args, *(kwargs or {}).values()))
         return rule(func, name, *args, **(kwargs or {}))
 
 
@@ -153,16 +153,29 @@ def _itself(_func: Any, _name: str, own: ServerGradient) -> ServerGradient:
     return own
 
 
-def _multiplied(func: Any, name: str, own: Any, other: Any) -> ServerGradient:
-    if not isinstance(own, ServerGradient):
+def _multiplied(
+    func: Any, name: str, own: Any, other: Any, *, rounding_mode: str | None = None
+) -> ServerGradient:
+    _check_exact(name, own, rounding_mode)
+    if name == "mul" and not isinstance(own, ServerGradient):
         own, other = other, own
-    return ServerGradient(own.part.times(_factor(func, name, own, other)), own)
+    factor = _factor(func, name, own, other)
+    return ServerGradient(own.part.times(factor), own)
 
 
-def _multiply(func: Any, name: str, own: Any, other: Any) -> ServerGradient:
+def _multiply(
+    func: Any, name: str, own: Any, other: Any, *, rounding_mode: str | None = None
+) -> ServerGradient:
+    _check_exact(name, own, rounding_mode)
     factor = _factor(func, name, own, other)
     own.part.factor *= factor
     return cast("ServerGradient", own)
+
+
+def _check_exact(name: str, own: Any, rounding_mode: str | None) -> None:
+    """Refuse a division that rounds: parts would be rounded before they are added."""
+    if rounding_mode is not None:
+        raise _refusal(name, (own,))
 
 
 def _multiply_all(func: Any, _name: str, own: list[Any], other: Any) -> None:
@@ -173,7 +186,10 @@ def _multiply_all(func: Any, _name: str, own: list[Any], other: Any) -> None:
 
 
 def _clear(_func: Any, _name: str, own: ServerGradient) -> ServerGradient:
-    own.part.values, own.part.factor = None, 1.0
+    # An optimizer steps with zeros, and not with a gradient that is not there.
+    if own.part.values is not None:
+        own.part.values = torch.zeros_like(own.part.values)
+    own.part.factor = 1.0
     own.part.norms.changed()
     return own
 
