@@ -27,7 +27,8 @@ from msrun.parallel.torch_compat import write_count
 _LIBRARIES = (Path(torch.__file__).parent, Path(__file__).parents[2])
 _MARK = "msrun_tokens"
 _watches = itertools.count()
-# Nodes of functions that return what they get: of `fully_shard`, torch's reducer and DTensor.
+# Nodes of functions that return what they get: of `fully_shard`, torch's reducer, DTensor, and
+# `tensor.placements` in place of it.
 _PASSING = frozenset(
     [
         "RegisterPostBackwardFunctionBackward",
@@ -35,6 +36,9 @@ _PASSING = frozenset(
         "_FromTorchTensorBackward",
         "_ToTorchTensorBackward",
         "RedistributeBackward",
+        "_OnMeshBackward",
+        "_PartOfBackward",
+        "_GatheredBackward",
     ]
 )
 # What reads a number of a tensor, on which code then depends.
