@@ -78,7 +78,8 @@ def combined_pass(
     try:
         with fake_ranks(one.cp * one.tp), warnings.catch_warnings():
             warnings.simplefilter("ignore")  # the ranks of the job will say it, if it is chosen
-            context = _first_of({name: size for name, size in mesh.items() if size > 1}, rules)
+            sizes = {name: size for name, size in mesh.items() if size > 1}
+            context = first_of(sizes, plan=rules)
             run = partial(_run, context, model, sample, recomputed, one, experts)
             # DTensor runs an operator on whole tensors to know the result, once for each of these
             # shapes: a second pass has what ranks compute alone.
@@ -90,22 +91,6 @@ def combined_pass(
 
 def _context_rule(one: Technique) -> dict[str, Any]:
     return {"match": "*", "style": "context", "kind": one.kind or "auto"}
-
-
-def _first_of(mesh: dict[str, int], rules: list[Any]) -> RankContext:
-    """Return the first rank on a mesh of ranks that are not there.
-
-    Raises:
-        ModelError: torch does not find groups that it has just made, seen in a job whose mesh is to
-            be found.
-    """
-    try:
-        return first_of(mesh, plan=rules)
-    except RuntimeError as error:
-        raise ModelError(
-            f"not looked at, since torch made no groups for it here: {error}",
-            hint="name the mesh, or search by msrun search",
-        ) from error
 
 
 def _axis(one: Technique) -> str:

@@ -95,6 +95,7 @@ def test_combinations_learn_what_one_process_does(case, mesh, found):
             },
             ({"dp": 2, "tp": 2}, 2),
         ),
+        (("long", 1, 2048), {"memory": "37273KiB"}, ({"dp": 1, "cp": 2, "tp": 2}, 0)),
     ],
 )
 def test_found_combinations_learn_what_one_process_does(case, config, found):
