@@ -247,7 +247,10 @@ def test_wrong_keys(keys, sentence):
             {"pipeline": {"stages": {"a": 0}, "microbatches": 2}},
             "every rank gives them the same parameters, and each stage of a pipeline has its own",
         ),
-        ({"precision": "fp16"}, "precision would send them gradients of a scaled loss"),
+        (
+            {"precision": "fp16"},
+            "precision: fp16 would send them gradients of a scaled loss (choose bf16)",
+        ),
     ],
 )
 def test_what_is_not_composed(keys, sentence):

@@ -38,7 +38,8 @@ def rebound(config, steps_of):
     else:
         said = ""
     now = [full_tensor(param.detach()) for param in model.parameters()]
-    return said, all(map(torch.equal, weights, now)), model[0].weight.data.mean().item() == 1
+    mean = full_tensor(model[0].weight.data.mean())
+    return said, all(map(torch.equal, weights, now)), mean.item() == 1
 
 
 def step(rt, model, update, x):
