@@ -92,6 +92,10 @@ class ReplicaDigest:
             self._axes |= {"dp_replicate": DATA_AXIS, "dp_shard": DATA_AXIS}
         if context.layout.ep:  # so do experts
             self._axes |= {EXPERT_COPIES: DATA_AXIS, EXPERT_AXIS: DATA_AXIS}
+        # Ranks whose servers have every parameter wait for nobody: a checkpoint alone compares.
+        self._has_turns = not (config.servers and config.servers.staleness) or any(
+            name not in excluded for name, _ in model.named_parameters()
+        )
         saves = config.checkpoint.every if config.checkpoint else 0
         self._every = (_EVERY, saves) if saves else (_EVERY,)
         self._weights: Tensor | None = None
@@ -105,6 +109,8 @@ class ReplicaDigest:
         Raises:
             RanksDisagreeError: Replicas differ.
         """
+        if not self._has_turns:
+            return
         self._steps += 1
         if self._steps in _FIRST_STEPS or any(self._steps % every == 0 for every in self._every):
             self.compare()
