@@ -279,6 +279,15 @@ def shell(text: str) -> list[str]:
     return ["--no-python", "sh", "-c", textwrap.dedent(text)]
 
 
+def together(text: str) -> list[str]:
+    """Return the words that run a shell program on two ranks, each once the other runs, too.
+
+    A launcher says that all ranks run only if no rank ended before the last one began.
+    """
+    both = 'touch "up-$RANK"; until [ -e up-0 ] && [ -e up-1 ]; do sleep 0.01; done'
+    return shell(f"{both}\n{text}")
+
+
 def listening(members: Sequence[psutil.Process]) -> Iterator[tuple[str, int]]:
     """Yield the addresses on which processes listen."""
     for member in members:

@@ -7,7 +7,7 @@ from pathlib import Path
 
 import memory
 import pytest
-from support import script, shell
+from support import script, shell, together
 
 pytestmark = pytest.mark.process
 
@@ -32,7 +32,7 @@ def test_a_failure_has_the_ranks_own_code_and_is_the_last_word(msrun, program, c
 
 
 def test_success_is_zero_and_one_line(msrun):
-    job = msrun("--workers-per-node", 2, *shell("echo done"))
+    job = msrun("--workers-per-node", 2, *together("echo done"))
 
     assert job.wait() == 0
     assert job.mask(job.err) == (

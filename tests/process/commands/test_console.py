@@ -6,7 +6,7 @@ import os
 import re
 
 import pytest
-from support import script, shell, until
+from support import script, shell, together, until
 
 pytestmark = pytest.mark.process
 
@@ -114,7 +114,7 @@ def test_colours_can_be_switched_off(at_terminal, terminal):
 
 
 def test_a_pipe_gets_plain_lines(msrun):
-    job = msrun("--workers-per-node", 2, *shell("echo here"))
+    job = msrun("--workers-per-node", 2, *together("echo here"))
 
     assert job.wait() == 0
     assert sorted(job.out.splitlines()) == ["[rank 0] here", "[rank 1] here"]

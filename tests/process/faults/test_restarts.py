@@ -38,12 +38,16 @@ def test_every_rank_starts_again_with_its_rank_and_the_next_generation(msrun):
     assert job.verdict()["restarts"] == 1
 
 
-# Rank 1 of generation 0 fails when both ranks have written their line.
+# Rank 1 of generation 0 fails when both ranks have written their line.  Ranks of generation 1 end
+# when both run, or msrun would not say that they did.
 FAIL_ONCE = f"""
-    touch "up-$RANK"
-    {generation(1)} && exit 0
+    touch "up-$RANK-$MSRUN_GENERATION"
+    if {generation(1)}; then
+        until [ -e up-0-1 ] && [ -e up-1-1 ]; do sleep 0.01; done
+        exit 0
+    fi
     [ "$RANK" = 0 ] && exec sleep 600
-    until [ -e up-0 ]; do sleep 0.01; done
+    until [ -e up-0-0 ]; do sleep 0.01; done
     exit 4
 """
 
