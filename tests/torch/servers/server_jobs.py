@@ -1,5 +1,6 @@
 """Real parameter servers beside the ranks of a test: a store, and a process for each server."""
 
+import gc
 import multiprocessing
 import os
 import re
@@ -22,6 +23,8 @@ START_SECONDS = 20
 
 
 def _serve(parent, env):
+    # Groups that earlier tests have left as garbage have threads that are not here.
+    gc.freeze()
     die_with_parent(parent)
     torch.set_num_threads(1)
     os.environ.update(env)
