@@ -312,6 +312,7 @@ class Runtime:
             state.batches = EqualBatches(self.config, self.context)
             if not state.is_pipeline:
                 state.batches.watch(model)
+                state.watch_decisions(self.config, self.context)
 
     def _refuse_wrappers(self, model: nn.Module) -> None:
         """Refuse modules of others that reduce gradients, in `model` now and around it later."""

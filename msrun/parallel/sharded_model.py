@@ -13,10 +13,11 @@ from torch import nn
 from torch.nn import Parameter
 
 from msrun.errors import ModelError
-from msrun.parallel.config import ROOT, ParallelConfig
+from msrun.parallel.config import DATA_AXIS, ROOT, ParallelConfig
 from msrun.parallel.foreach.global_hooks import check_global_hooks
 from msrun.parallel.foreach.step_hooks import before_step
 from msrun.parallel.local import is_sharded
+from msrun.parallel.losses.decisions import Decisions
 
 if TYPE_CHECKING:
     from torch.distributed.fsdp import FSDPModule
@@ -33,6 +34,7 @@ if TYPE_CHECKING:
     from msrun.parallel.losses.equal_batches import EqualBatches
     from msrun.parallel.losses.sample_dims import Known
     from msrun.parallel.pipeline.model import PipelineModel
+    from msrun.parallel.rank_context import RankContext
     from msrun.parallel.servers.remote import RemoteParameters
     from msrun.parallel.weights.origin import Origin
 
@@ -192,6 +194,7 @@ class ShardedModel:
     Attributes:
         is_described: Whether the first step has begun, which prints the pipeline.
         is_watched: Whether a step was looked at for what mixes samples, and not refused.
+        decisions: What the model decides by values of a part of the batch.
         sequences: The part of each sequence that a rank has; None without style `context`.
         known: What is known of each output of a micro-batch of a plan of mode auto.
         verifier: Compares the first steps with one process; None without `verify`.
@@ -235,6 +238,7 @@ class ShardedModel:
         exchanges_tokens: bool = False,
     ) -> None:
         self.hooks = hooks
+        self.decisions = Decisions()
         self.uncompiled = uncompiled
         self.exchanges_tokens = exchanges_tokens
         # Weak, since the runtime maps the model to this object: a strong reference would keep both.
@@ -336,6 +340,14 @@ class ShardedModel:
             raise ModelError(f"{type(optimizer).__name__} holds no parameter of {name}")
         self._optimizers[optimizer] = count
         self.watch(optimizer)
+
+    def watch_decisions(self, config: ParallelConfig, context: RankContext) -> None:
+        """Have data-parallel ranks compare what the model decides in a plain loop."""
+        samples = context.of_samples
+        is_ours = config.mode != "manual" and config.batch_norm != "local"
+        if is_ours and not self.has_fixed_shapes and samples.layout.size(DATA_AXIS) > 1:
+            group = samples.group(DATA_AXIS)
+            self.decisions.watch_calls(self.model(), group, context.device)
 
     def compare_replicas(self) -> None:
         """Refuse replicas that differ between ranks; all ranks call it.

@@ -35,6 +35,7 @@ from msrun.parallel.losses.batch import (
     tensors_in,
     without_items,
 )
+from msrun.parallel.losses.decisions import DecisionTrace
 from msrun.parallel.losses.sample_watch import SampleWatch
 from msrun.parallel.losses.tally import LossTally, TallyRanks
 from msrun.parallel.losses.terms import PartLoss
@@ -168,6 +169,7 @@ def _gradients(
     )
     # In the first step copies run one after the other, which shows what they would mix up.
     has_turns = sharded.copies and sharded.is_watched and sharded.verifier is None
+    has_turns = has_turns and not sharded.decisions.lines
     train = _train_copies if has_turns else _train
     if sharded.is_pipeline:
         train = partial(_train_pipeline, copies=sharded.copies if has_turns else None)
@@ -177,10 +179,11 @@ def _gradients(
         order.joins.begin()
     compared = order.compared_later() if order else contextlib.nullcontext()
     # What is watched must be seen.
-    seen = sharded.uncompiled() if looks else contextlib.nullcontext()
+    is_seen = looks or sharded.decisions.lines
+    seen = sharded.uncompiled() if is_seen else contextlib.nullcontext()
     in_step = sharded.batches.in_step() if sharded.batches else contextlib.nullcontext()
     try:
-        with sharded.hooks.suspended(), compared, seen, in_step:
+        with sharded.hooks.suspended(), compared, seen, in_step, sharded.decisions.in_step():
             tally = train(context, sharded, ranks, loss_fn, values, looks=looks)
     finally:
         context.batch.parts = 1
@@ -291,19 +294,19 @@ def _train(
     may_skip = ranks.size > 1 and not must_join and context.images is None
     looks = looks and _may_look(sharded, tally, len(parts), known)
     absent = 0  # parts whose loss depends on no output
+    sharded.decisions.begin(ranks.group, context.device, len(parts))
     for index, part in enumerate(parts):
         is_last = index == len(parts) - 1
-        with sharded.completed() if is_last else sharded.paused(), sharded.computing():
+        reduction = sharded.completed() if is_last else sharded.paused()
+        is_traced = looks and not index
+        in_part = sharded.decisions.in_part(index, is_traced=is_traced)
+        with reduction, sharded.computing(), in_part:
             samples = batch_size(part)
             if sharded.sequences:
                 sharded.sequences.begin(part)
             measured = known if dim else samples
-            if looks and not index:
-                seen = part.target if sharded.has_fixed_shapes else part
-                watch = SampleWatch(seen, measured, dim)
-                loss = _watched(sharded, tally, loss_fn, part, watch)
-                is_known = has_samples_first(part, known)
-                tally.refuse_if(watch.read(loss.value, is_cut=len(parts) > 1, is_known=is_known))
+            if is_traced:
+                loss = _watched(sharded, tally, loss_fn, part, known, is_cut=len(parts) > 1)
             else:
                 is_planned = sharded.has_fixed_shapes
                 loss = _loss(model, tally, loss_fn, part, measured, is_planned=is_planned)
@@ -400,18 +403,37 @@ def _watched(
     tally: LossTally,
     loss_fn: LossFunction | None,
     part: StepBatch,
-    watch: SampleWatch,
+    known: int,
+    *,
+    is_cut: bool,
 ) -> PartLoss:
-    """As `_loss`, in the first step, under a watch for what mixes samples."""
+    """As `_loss`, in the first step, looking for what mixes samples or decides by values of a part.
+
+    Args:
+        sharded: The model.
+        tally: Of the step; it refuses.
+        loss_fn: The loss function.
+        part: The first micro-batch.
+        known: Samples in it, if a loader said how many there are; else 0.
+        is_cut: Whether there are others.
+    """
+    dim = sample_dim(part, known)
+    samples = known if dim else batch_size(part)
+    watch = SampleWatch(part.target if sharded.has_fixed_shapes else part, samples, dim)
+    trace = DecisionTrace(sharded.decisions, tensors_in(part))
 
     def run(*args: Any, **kwargs: Any) -> Any:
-        output = sharded.model()(*args, **kwargs)
+        with trace.in_model():
+            output = sharded.model()(*args, **kwargs)
         if sharded.known:
             watch.seed(tensors_in(output), sharded.known)
         return output
 
-    with eagerly(), watch:
-        return _loss(run, tally, loss_fn, part, watch.samples, is_planned=sharded.has_fixed_shapes)
+    with eagerly(), trace, watch:
+        loss = _loss(run, tally, loss_fn, part, samples, is_planned=sharded.has_fixed_shapes)
+    is_known = has_samples_first(part, known)
+    tally.refuse_if(watch.read(loss.value, is_cut=is_cut, is_known=is_known))
+    return loss
 
 
 def _loss(

@@ -7,7 +7,6 @@ axis `cp` computes for all of them.
 
 from __future__ import annotations
 
-import itertools
 import traceback
 from collections.abc import Callable, Iterable, Iterator
 from pathlib import Path
@@ -22,11 +21,12 @@ from msrun.errors import ModelError
 from msrun.parallel.context.token_calls import MixedTokensError, Taint, TokenCall, TokenPlace
 from msrun.parallel.context.token_dims import PROPERTIES, place_of
 from msrun.parallel.local import is_sharded
+from msrun.parallel.losses.notes import watch_numbers
 from msrun.parallel.torch_compat import write_count
 
 _LIBRARIES = (Path(torch.__file__).parent, Path(__file__).parents[2])
 _MARK = "msrun_tokens"
-_watches = itertools.count()
+_watches = watch_numbers()
 # Nodes of functions that return what they get: of `fully_shard`, torch's reducer, DTensor, and
 # `tensor.placements` in place of it.
 _PASSING = frozenset(
@@ -129,14 +129,14 @@ class TokenWatch(TorchFunctionMode):
             return
         if isinstance(mark, Taint) and " (" not in mark.name:
             mark = Taint(f"{mark.name}{_line()}")
-        noted = (self._number, write_count(tensor), mark)
+        noted = (self._number, write_count(tensor), *mark)
         setattr(tensor, _MARK, noted)
         part = _shard(tensor)
         # An operator plan makes tensors of many ranks from those of one, and the other way round.
         if part is not None and not (
             isinstance(mark, TokenPlace) and part.shape[mark.dim] != tensor.shape[mark.dim]
         ):
-            setattr(part, _MARK, (self._number, write_count(part), mark))
+            setattr(part, _MARK, (self._number, write_count(part), *mark))
         if tensor.grad_fn:
             metadata: dict[Any, Any] = tensor.grad_fn.metadata  # type: ignore[assignment]
             metadata[_MARK, tensor.output_nr] = noted
@@ -150,8 +150,7 @@ class TokenWatch(TorchFunctionMode):
             return self.mark(part)
         if noted is None or noted[:2] != (self._number, write_count(tensor)):
             return None
-        mark: Known = noted[2]
-        return mark
+        return Taint(noted[2]) if isinstance(noted[2], str) else TokenPlace(*noted[2:])
 
 
 def _known(call: TokenCall) -> Known | None:
@@ -180,7 +179,7 @@ def _carried(tensor: Tensor) -> Any:
         node, place = node.next_functions[place]
         metadata: dict[Any, Any] = node.metadata if node else {}  # type: ignore[assignment]
         if noted := metadata.get((_MARK, place)):
-            return noted[0], write_count(tensor), noted[2]
+            return noted[0], write_count(tensor), *noted[2:]
     return None
 
 

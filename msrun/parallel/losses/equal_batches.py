@@ -31,7 +31,7 @@ from __future__ import annotations
 import contextlib
 import math
 import zlib
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from typing import Any
 
 import msgspec
@@ -44,6 +44,7 @@ from msrun.parallel.config import DATA_AXIS, PIPELINE_AXIS, ParallelConfig
 from msrun.parallel.exchange import messages
 from msrun.parallel.local import is_sharded
 from msrun.parallel.losses.batch import StepBatch, tensors_in
+from msrun.parallel.losses.call_hook import CallHook, trains
 from msrun.parallel.rank_context import RankContext
 
 _FIRST_STEPS = frozenset([1, 3, 10, 30, 100, 300])
@@ -115,16 +116,18 @@ class EqualBatches:
     def watch(self, model: nn.Module) -> None:
         """Compare what a plain loop calls `model` with, too."""
         if self._groups:
-            hook = _CallHook(self.count_call)
+            hook = CallHook(self.count_call)
             nn.Module.register_forward_pre_hook(model, hook, with_kwargs=True)
 
-    def count_call(self, args: tuple[Any, ...], kwargs: Mapping[str, Any]) -> None:
+    def count_call(
+        self, model: nn.Module, args: tuple[Any, ...], kwargs: Mapping[str, Any]
+    ) -> None:
         """Compare the arguments of a call if it is time to; ranks that compute it call it.
 
         Raises:
             RanksDisagreeError: They have other arguments.
         """
-        if self._is_step:
+        if self._is_step or not trains(model):
             return
         self._calls += 1
         if _is_due(self._calls):
@@ -195,31 +198,6 @@ class EqualBatches:
             if names:
                 return _different(rank, other, names)
         return _UNNAMED
-
-
-class _CallHook:
-    """A hook of a model that is left out of copies in files, and is the same in others.
-
-    Args:
-        call: Gets the arguments of each call in training.
-    """
-
-    def __init__(self, call: Callable[[tuple[Any, ...], Mapping[str, Any]], None]) -> None:
-        self._call = call
-
-    def __call__(self, model: nn.Module, args: tuple[Any, ...], kwargs: Mapping[str, Any]) -> None:
-        if not torch.compiler.is_compiling() and model.training and torch.is_grad_enabled():
-            self._call(args, kwargs)
-
-    def __deepcopy__(self, _: object) -> _CallHook:
-        return self
-
-    def __reduce__(self) -> tuple[Any, ...]:
-        return _CallHook, (_nothing,)
-
-
-def _nothing(*_: object) -> None:
-    """Do nothing with a call of a model that was read from a file."""
 
 
 def _is_due(count: int) -> bool:

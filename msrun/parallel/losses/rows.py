@@ -154,11 +154,14 @@ class RowsWatch:
     def _note(self, results: Sequence[Tensor], origin: RowsOrigin | None) -> None:
         for tensor in results:
             if origin is not None or self._noted(tensor):
-                setattr(tensor, self._mark, (self._number, origin))
+                noted = (origin.history, *origin.rows) if origin else ()
+                setattr(tensor, self._mark, (self._number, *noted))
 
     def _noted(self, tensor: Tensor) -> RowsOrigin | None:
-        number, origin = getattr(tensor, self._mark, (None, None))
-        return origin if number == self._number else None
+        number, *noted = getattr(tensor, self._mark, (None,))
+        if number != self._number or not noted:
+            return None
+        return RowsOrigin(frozenset(noted[1:]), noted[0])
 
 
 def _parts(

@@ -18,7 +18,6 @@ compares instead.
 
 from __future__ import annotations
 
-import itertools
 import warnings
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from typing import Any
@@ -30,6 +29,7 @@ from torch.overrides import TorchFunctionMode
 from msrun.errors import ModelError
 from msrun.parallel.config import ROOT
 from msrun.parallel.losses.batch import tensors_in
+from msrun.parallel.losses.notes import watch_numbers
 from msrun.parallel.losses.rows import RowsWatch
 from msrun.parallel.losses.sample_dims import (
     PROPERTIES,
@@ -45,7 +45,7 @@ from msrun.parallel.torch_compat import passes_straight, write_count
 
 # Attributes of tensors: the number of the watch, how often it was written, and what is known.
 _MARK, _MIXTURE = "msrun_samples", "msrun_mixture"
-_watches = itertools.count()
+_watches = watch_numbers()
 # Nodes of functions that return what they get: of `fully_shard`, and of torch's reducer.
 _PASSING = frozenset(["RegisterPostBackwardFunctionBackward", "_DDPSinkBackward"])
 _HINT = (
@@ -140,12 +140,12 @@ class SampleWatch(TorchFunctionMode):
         if mixture and tensor.grad_fn:
             self._found.append((mixture, _node(tensor.grad_fn, tensor.output_nr)))
         elif mixture and tensor.is_floating_point():
-            setattr(tensor, _MIXTURE, (self._number, mixture))
+            setattr(tensor, _MIXTURE, (self._number, *mixture))
 
     def _leave(self, tensor: Tensor, mark: Mark) -> None:
         if tensor.is_inference():
             return
-        noted = (self._number, write_count(tensor), mark)
+        noted = (self._number, write_count(tensor), *mark)
         setattr(tensor, _MARK, noted)
         if tensor.grad_fn:
             _metadata(tensor.grad_fn)[_MARK, tensor.output_nr] = noted
@@ -156,12 +156,11 @@ class SampleWatch(TorchFunctionMode):
         noted = getattr(tensor, _MARK, None) or _carried(tensor)
         if noted is None or noted[:2] != (self._number, write_count(tensor)):
             return None
-        mark: Mark = noted[2]
-        return mark
+        return Mark(*noted[2:])
 
     def _mixture(self, tensor: Tensor) -> Mixture | None:
-        number, mixture = getattr(tensor, _MIXTURE, (None, None))
-        return mixture if number == self._number else None
+        number, name = getattr(tensor, _MIXTURE, (None, ""))
+        return Mixture(name) if number == self._number else None
 
     def _by_position(self, tensor: Tensor) -> Mixture | None:
         problem = self._rows.problem(tensor)

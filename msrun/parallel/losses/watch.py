@@ -23,7 +23,6 @@ same; `tally` compares them to be sure.
 
 from __future__ import annotations
 
-import itertools
 from collections.abc import Callable, Iterable, Sequence
 from dataclasses import replace
 from typing import Any
@@ -39,6 +38,7 @@ from msrun.parallel.losses import torch_calls
 from msrun.parallel.losses.batch import tensors_in
 from msrun.parallel.losses.linearity import check_columns, check_sums, of_part, slopes_by
 from msrun.parallel.losses.mixing import Columns, columns, has_pairs, moves_samples, scattered
+from msrun.parallel.losses.notes import watch_numbers
 from msrun.parallel.losses.own_gradients import BatchRows, is_gradient, is_pure_sum, is_sign
 from msrun.parallel.losses.rows import RowsWatch
 from msrun.parallel.losses.terms import (
@@ -69,7 +69,7 @@ _OF_WEIGHTS = "msrun_of_weights"
 # The batch among the sources has no number of a term.
 _ONLY_BATCH = frozenset([-1])
 _NOTHING: frozenset[int] = frozenset()
-_watches = itertools.count()
+_watches = watch_numbers()
 
 
 class LossWatch(TorchFunctionMode):
@@ -444,11 +444,11 @@ class LossWatch(TorchFunctionMode):
         number = len(self._terms)
         self._terms.append(term)
         setattr(result, _TERM, (self._number, number, write_count(result)))
-        setattr(result, _SOURCES, (self._number, sources | {number}))
+        setattr(result, _SOURCES, (self._number, *sources, number))
 
     def _link(self, value: Any, sources: frozenset[int]) -> None:
         if sources and isinstance(value, Tensor):
-            setattr(value, _SOURCES, (self._number, sources))
+            setattr(value, _SOURCES, (self._number, *sources))
 
     def _keep(self, source: Tensor, result: Tensor) -> None:
         """Let `result` be the value of the same term as `source`."""
@@ -489,12 +489,12 @@ class LossWatch(TorchFunctionMode):
         for value in values:
             for item in value if isinstance(value, tuple | list) else (value,):
                 if isinstance(item, Tensor):
-                    watch, sources = getattr(item, _SOURCES, (None, _NOTHING))
-                    found |= sources if watch == self._number else _NOTHING
+                    watch, *sources = getattr(item, _SOURCES, (None,))
+                    found |= frozenset(sources) if watch == self._number else _NOTHING
         return found
 
 
 def whole(value: Tensor) -> Tensor:
     """Return `value`, which is no part of the batch any more but has all of it."""
-    setattr(value, _SOURCES, (None, _NOTHING))
+    setattr(value, _SOURCES, (None,))
     return value

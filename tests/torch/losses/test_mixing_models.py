@@ -1,5 +1,6 @@
 """Models whose forward mixes samples: noticed in the first step, and only those."""
 
+import io
 import warnings
 from functools import partial
 
@@ -224,3 +225,38 @@ def test_verify_compares_instead():
         assert "one process" in said[0]
         assert "over samples" not in said[0]
         assert is_same
+
+
+class Keeping(Network):
+    """Keeps what it computed, as for a plot."""
+
+    def forward(self, x, target=None):
+        self.kept = super().forward(x)
+        return self.kept if target is None else functional.cross_entropy(self.kept[:], target)
+
+
+def saved(config, *, has_loss):
+    """Return how many tensors of two steps were saved and loaded without code."""
+    rt = msrun.init(config)
+    torch.manual_seed(0)
+    model = rt.shard(Keeping(torch.relu))
+    optimizer = rt.optimizer(torch.optim.SGD(model.parameters(), lr=0.1))
+    loaded = 0
+    for _ in range(2):
+        x, target = batch()
+        if has_loss:
+            rt.step(model, optimizer, functional.cross_entropy, x, target)
+        else:
+            rt.step(model, optimizer, {"x": x, "target": target})
+        for tensor in (x, target, model.kept, model.kept.detach()):
+            file = io.BytesIO()
+            torch.save(tensor, file)
+            file.seek(0)
+            loaded += torch.equal(torch.load(file, weights_only=True), tensor)
+    rt.close()
+    return loaded
+
+
+@pytest.mark.parametrize("has_loss", [True, False], ids=["loss function", "own loss"])
+def test_tensors_that_a_step_looked_at_are_saved_without_classes_of_ours(has_loss):
+    assert run_warm(partial(saved, has_loss=has_loss), 2, {}) == [8, 8]

@@ -1,0 +1,40 @@
+"""Hooks of models that are left out of files and compiled code."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Any
+
+import torch
+from torch import nn
+
+
+class CallHook:
+    """A hook of a model that does nothing in copies of it in files, and is the same in others.
+
+    Args:
+        call: Gets what the hook gets.
+    """
+
+    def __init__(self, call: Callable[..., None]) -> None:
+        self._call = call
+
+    def __call__(self, *args: Any) -> None:
+        """Call, unless compiled code runs."""
+        if not torch.compiler.is_compiling():
+            self._call(*args)
+
+    def __deepcopy__(self, _: object) -> CallHook:
+        return self
+
+    def __reduce__(self) -> tuple[Any, ...]:
+        return CallHook, (_nothing,)
+
+
+def trains(model: nn.Module) -> bool:
+    """Return whether a call of `model` is one in training."""
+    return model.training and torch.is_grad_enabled()
+
+
+def _nothing(*_: object) -> None:
+    """Do nothing with a call of a model that was read from a file."""
