@@ -7,7 +7,9 @@ has the sums, the counts and the loss at once:
 - One micro-batch: the count of the whole batch is known before the backward pass, which therefore
   begins with the right factor.  Hooks of parameters see the gradients of one process.
 - Several, and pipelines: backward passes begin before all counts are known.  They compute gradients
-  of the sum over a first guess, the samples of a rank, and `finish` scales the reduced gradients.
+  of the sum over a first guess, and `finish` scales the reduced gradients.  Data-parallel ranks
+  guess the samples of a rank, which all know.  One alone expects of all micro-batches the count of
+  the first; if they have it, nothing is scaled.
 - A sum needs no count, and a plain loss is weighted by samples.
 - A linear function of means has one count for each mean.  With one micro-batch the function is
   replaced by one with the same gradient in which each mean has its weight.  With several the counts
@@ -34,6 +36,7 @@ from torch.nn import Parameter
 from msrun.errors import ConfigError, ModelError, PeerRankError, UsageError
 from msrun.parallel.exchange import messages
 from msrun.parallel.local import full_tensor, is_sharded, local_gradient
+from msrun.parallel.losses.host_copy import HostCopy
 from msrun.parallel.losses.terms import Kind, PartLoss, Term, count_type
 from msrun.parallel.losses.watch import LossWatch
 from msrun.parallel.torch_compat import eagerly
@@ -44,6 +47,7 @@ _SUM, _COUNT, _FLOOR, _OFFSET, _REFUSED, _UNREACHED, _FIRST_TERM = range(
 )
 _TERMS_MAX = 8
 _FIRST_SLOPE = _FIRST_TERM + 2 * _TERMS_MAX
+_EXPECTED = _FIRST_SLOPE  # a counted loss has no slopes
 _SIZE = _FIRST_SLOPE + 2 * _TERMS_MAX
 # Relative difference below which counts of parts are equal.
 _ALIKE = {torch.float64: 1e-9, torch.float32: 1e-4}
@@ -118,7 +122,8 @@ class LossTally:
         self.has_unreached = False
         self._is_plain = pipeline is None and items is None
         self._terms: Sequence[Term] = ()
-        self._host: _HostCopy | None = None
+        self._host: HostCopy | None = None
+        self._expected: Tensor | None = None
         self._has_items = items is not None
         self.numbers = torch.zeros(_SIZE, dtype=count_type(ranks.device), device=ranks.device)
         if items is not None:
@@ -205,6 +210,10 @@ class LossTally:
         if loss.kind in ("counted", "summed"):
             numbers[_SUM] += value
             if loss.count is not None:
+                if self._expected is None and self._ranks.size == 1:
+                    count = torch.where(loss.count == 0, samples, loss.count)
+                    self._expected = count.to(numbers) * (self._samples / samples)
+                    numbers[_EXPECTED] += self._expected
                 numbers[_COUNT] += loss.count
                 numbers[_FLOOR] += loss.limit.floor
                 numbers[_OFFSET] += loss.limit.offset
@@ -294,7 +303,7 @@ class LossTally:
             dist.all_reduce(self.numbers, group=self._ranks.group)
         # A host reads them in any case: ranks whose losses are plain and others' must all raise.
         if not self._is_plain or self.numbers.device.type == "cpu":
-            self._host = _HostCopy(self.numbers)
+            self._host = HostCopy(self.numbers)
 
     def objective(self, loss: PartLoss, samples: int) -> Tensor:
         """Return what a backward pass differentiates for a part with so many `samples`.
@@ -311,6 +320,8 @@ class LossTally:
         if loss.kind == "summed":
             return value * float(ranks.size) if ranks.op == "mean" else value
         if loss.kind == "counted":
+            if self._expected is not None and not self._is_early:
+                return value / self._expected.to(value.dtype)
             if not self._is_early:
                 return value * self._guess()
             return value * (ranks.size / loss.limit(self.numbers[_COUNT])).to(value.dtype)
@@ -355,8 +366,10 @@ class LossTally:
             _check_count(divisor)
             loss = numbers[_SUM] / divisor
             if not self._is_early:
-                self.scale = ranks.size / divisor / self._guess()
-                _scale(params(), self.scale)
+                expected = found[_EXPECTED] or ranks.size / self._guess()
+                self.scale = expected / divisor
+                if self.scale != 1.0:
+                    _scale(params(), self.scale)
         elif kinds == ["linear"] and self._is_early:
             self._check_slopes(found)
             for index, term in enumerate(self._terms):
@@ -441,24 +454,6 @@ class LossTally:
     def _guess(self) -> float:
         """Return the factor of sums whose count is not known yet, equal on all ranks."""
         return self._ranks.weight / self._samples
-
-
-class _HostCopy:
-    """A copy of a tensor on the host; a GPU makes it when it gets there."""
-
-    def __init__(self, tensor: Tensor) -> None:
-        is_async = tensor.device.type == "cuda"
-        self._copy = tensor.to("cpu", non_blocking=True) if is_async else tensor
-        self._event = torch.Event(tensor.device) if is_async else None
-        if self._event is not None:
-            self._event.record()
-
-    def read(self) -> list[float]:
-        """Return the numbers; wait until the device has them."""
-        if self._event is not None:
-            self._event.synchronize()
-        numbers: list[float] = self._copy.tolist()
-        return numbers
 
 
 def _count(term: Term) -> Tensor:

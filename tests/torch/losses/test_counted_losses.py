@@ -11,6 +11,7 @@ from torch.nn import functional
 import msrun
 from msrun.errors import ModelError
 from msrun.parallel.local import full_tensor
+from msrun.parallel.losses.tally import LossTally, TallyRanks
 
 pytestmark = pytest.mark.torch
 
@@ -294,3 +295,33 @@ def compiled(config):
 @pytest.mark.parametrize("config", [{}, {"accumulate": 2}])
 def test_compiled_losses_count_too(config):
     assert run_warm(compiled, 2, config) == [pytest.approx(0, abs=1e-12)] * 2
+
+
+@pytest.mark.parametrize("ignored", [0, 1])
+def test_micro_batches_of_one_rank_are_scaled_only_if_their_counts_differ(ignored):
+    weight = nn.Parameter(torch.randn(3, 5))
+    x, target = torch.randn(4, 3), torch.tensor([0, 1, 2, 3])
+    target[2 : 2 + ignored] = -100
+    tally = LossTally(
+        TallyRanks(group=None, weight=1.0, op="mean", device=torch.device("cpu")),
+        parts=2,
+        samples=4,
+    )
+    for inputs, wanted in zip(x.chunk(2), target.chunk(2), strict=True):
+        output = inputs @ weight
+        loss = tally.measure(
+            functools.partial(functional.cross_entropy, output, wanted), 2, [output, wanted]
+        )
+        tally.add(loss, 2)
+        tally.objective(loss, 2).backward()
+    tally.combine()
+
+    scaled = []
+    loss = tally.finish(lambda: scaled.append(True) or [weight])
+
+    assert scaled == [True] * ignored
+    alone = weight.detach().clone().requires_grad_()
+    expected = functional.cross_entropy(x @ alone, target)
+    expected.backward()
+    assert loss.item() == pytest.approx(expected.item())
+    torch.testing.assert_close(weight.grad, alone.grad)
