@@ -368,8 +368,7 @@ class LossTally:
             if not self._is_early:
                 expected = found[_EXPECTED] or ranks.size / self._guess()
                 self.scale = expected / divisor
-                if self.scale != 1.0:
-                    _scale(params(), self.scale)
+                _scale(params, self.scale)
         elif kinds == ["linear"] and self._is_early:
             self._check_slopes(found)
             for index, term in enumerate(self._terms):
@@ -484,8 +483,8 @@ def _check_count(divisor: float, name: str = "the loss") -> None:
 
 
 @torch.no_grad()
-def _scale(params: Iterable[Parameter], factor: float) -> None:
+def _scale(params: Callable[[], Iterable[Parameter]], factor: float) -> None:
     """Scale gradients in place."""
-    for param in params:
+    for param in params() if factor != 1.0 else ():
         if (gradient := local_gradient(param)) is not None:
             gradient.mul_(factor)
