@@ -161,6 +161,9 @@ def _no_case(case: Case) -> str:
     is_mean = case.has(*_PLAIN_LOSSES) and not case.has(*_OF_OWN_MEAN)
     if case.loop.is_plain and (not is_mean or "auto" in case.config):
         return "a plain loop has the mean of the losses of ranks"
+    is_penalized = any(quirk.startswith("gradient penalty") for quirk in case.quirks)
+    if case.loop.adds_group and is_penalized and "pipeline" in CONFIGS[case.config][1]:
+        return "a stage has only what the optimizer gets later, and torch makes none of nothing"
     return ""
 
 

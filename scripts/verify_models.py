@@ -110,19 +110,19 @@ def planted(model: nn.Module) -> str:
     return [name for name, p in model.named_parameters() if p.requires_grad and p.dim() > 1][-1]
 
 
-def verify(name: str, column: str, limit: float, alone: Trained) -> tuple[str, str]:
+def verify(entry: ZooModel, column: str, limit: float, alone: Trained) -> tuple[str, str]:
     """Return what a cell came to, in a word and in a sentence."""
-    answer = run_cell(ZOO[name], column, limit, train_verified, alone)
+    answer = run_cell(entry, column, limit, train_verified, alone)
     return _word(answer), answer
 
 
-def verify_planted(name: str, column: str, limit: float, alone: Trained) -> tuple[str, str]:
+def verify_planted(entry: ZooModel, column: str, limit: float, alone: Trained) -> tuple[str, str]:
     """Return whether the error of a cell is found, in a word and in a sentence."""
-    answer = run_cell(ZOO[name], column, limit, train_planted, alone)
+    answer = run_cell(entry, column, limit, train_planted, alone)
     if _DIFFERS not in answer:
         return _word(answer).replace("equal", "missed"), answer
     named = answer.partition("gradients that differ: ")[2].partition(";")[0]
-    return ("found" if planted(build(ZOO[name])) in named else "unnamed"), answer
+    return ("found" if planted(build(entry)) in named else "unnamed"), answer
 
 
 def _word(answer: str) -> str:
@@ -207,7 +207,7 @@ def verify_all(given: argparse.Namespace) -> Counter[str]:
             work = verify_planted if given.plant else verify
             try:
                 one = alone[name] = alone.get(name) or train_alone(entry)
-                word, sentence = work(name, column, given.limit, one)
+                word, sentence = work(entry, column, given.limit, one)
             except ImportError as error:
                 word, sentence = "missing", str(error)
         counts[word] += 1

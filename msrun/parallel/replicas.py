@@ -12,6 +12,14 @@ from torch import Tensor, nn
 from torch.nn.parameter import is_lazy
 
 from msrun.errors import ModelError
+from msrun.parallel.config import DATA_AXIS, PIPELINE_AXIS
+from msrun.parallel.exchange.generators import (
+    numpy_state,
+    python_state,
+    set_numpy_state,
+    set_python_state,
+)
+from msrun.parallel.exchange.messages import broadcast
 from msrun.parallel.rank_context import RankContext
 
 _BROADCAST_BYTES = 25 * 2**20
@@ -78,6 +86,7 @@ def split_random_streams(context: RankContext) -> None:
     Ranks that see the same samples in the same layers share a stream: over `tp`, dropout must drop
     the same elements on all ranks.  Stream 0 continues the numbers of rank 0, as one process would.
     """
+    _share_host_numbers(context)
     own = [torch.get_rng_state(), torch.tensor([torch.initial_seed()], dtype=torch.uint64)]
     states = own if context.device.type == "cpu" else [*own, _device_state(context)]
     for state in states:
@@ -92,6 +101,25 @@ def split_random_streams(context: RankContext) -> None:
         torch.set_rng_state(states[0])
         if context.device.type != "cpu":
             getattr(torch, context.device.type).set_rng_state(states[2])
+
+
+def _share_host_numbers(context: RankContext) -> None:
+    """Let ranks with the same samples and layers draw the same numbers of Python and numpy.
+
+    A layer that is dropped by such a number must be dropped on all of them.  The first of these
+    ranks keeps its generators, so data-parallel ranks draw as the script has seeded them.
+    """
+    place = context.configured
+    for axis, size in place.layout.axes.items():
+        if size == 1 or axis in (DATA_AXIS, PIPELINE_AXIS):
+            continue
+        first = place.layout.group(axis, place.rank)[0]
+        numpys = numpy_state()
+        own = [python_state().tolist(), [] if numpys is None else numpys.tolist()]
+        found = broadcast(own, list[list[int]], first, place.group(axis), place.device)
+        set_python_state(torch.tensor(found[0]))
+        if found[1]:
+            set_numpy_state(torch.tensor(found[1]))
 
 
 def _device_state(context: RankContext) -> Tensor:

@@ -10,10 +10,8 @@ from __future__ import annotations
 
 import hashlib
 import random
-import struct
 import sys
 from collections.abc import Callable, Sequence
-from typing import Any
 
 import torch
 from torch import Tensor
@@ -22,6 +20,12 @@ from msrun.parallel.auto.dropout_rng import DropoutRng
 from msrun.parallel.checkpoint.checksums import DataFiles
 from msrun.parallel.checkpoint.schema import Index
 from msrun.parallel.checkpoint.tensors import read_tensor
+from msrun.parallel.exchange.generators import (
+    numpy_state,
+    python_state,
+    set_numpy_state,
+    set_python_state,
+)
 from msrun.parallel.notation.mesh_layout import MeshLayout
 from msrun.parallel.rank_context import RankContext
 
@@ -33,18 +37,16 @@ TORCH = "torch"
 PYTHON = "python"
 NUMPY = "numpy"
 
-_PYTHON_VERSION = 3
-_MT_WORDS = 624
 _SEED_BITS = 63
 
 
 def capture(device: torch.device) -> dict[str, Tensor]:
     """Return kind of generator -> its state: torch, that of `device`, Python, numpy if loaded."""
-    states = {TORCH: torch.get_rng_state(), PYTHON: _python_state()}
+    states = {TORCH: torch.get_rng_state(), PYTHON: python_state()}
     if device.type != "cpu":
         states[device.type] = getattr(torch, device.type).get_rng_state(device)
-    numpy_state = _numpy_state()
-    return states if numpy_state is None else {**states, NUMPY: numpy_state}
+    of_numpy = numpy_state()
+    return states if of_numpy is None else {**states, NUMPY: of_numpy}
 
 
 def continue_streams(
@@ -120,9 +122,9 @@ def restore(states: dict[str, Tensor], device: torch.device) -> None:
         if kind == TORCH:
             torch.set_rng_state(state)
         elif kind == PYTHON:
-            _set_python_state(state.tolist())
+            set_python_state(state)
         elif kind == NUMPY:
-            _set_numpy_state(state.tolist())
+            set_numpy_state(state)
         elif kind == device.type:
             getattr(torch, device.type).set_rng_state(state, device)
 
@@ -141,44 +143,3 @@ def derive(states: dict[str, Tensor], index: int, device: torch.device) -> None:
             numpy_random.seed(seed % 2**32)
         elif kind == device.type:
             getattr(torch, device.type).manual_seed(seed)
-
-
-def _python_state() -> Tensor:
-    version, words, gauss = random.getstate()
-    return torch.tensor([version, *words, *_of_float(gauss)], dtype=torch.int64)
-
-
-def _set_python_state(numbers: list[int]) -> None:
-    version, *words = numbers[:-2]
-    if version == _PYTHON_VERSION:
-        random.setstate((version, tuple(words), _to_float(numbers[-2:])))
-
-
-def _numpy_state() -> Tensor | None:
-    """Return the state of numpy's global generator; None if not loaded or not an MT19937."""
-    module: Any = sys.modules.get("numpy.random")
-    state = module.get_state() if module else None
-    if not isinstance(state, tuple) or state[0] != "MT19937":
-        return None
-    _, words, position, has_gauss, gauss = state
-    numbers = [*words.tolist(), position, *_of_float(gauss if has_gauss else None)]
-    return torch.tensor(numbers, dtype=torch.int64)
-
-
-def _set_numpy_state(numbers: list[int]) -> None:
-    module: Any = sys.modules.get("numpy.random")
-    if module:
-        gauss = _to_float(numbers[-2:])
-        words, position = numbers[:_MT_WORDS], numbers[_MT_WORDS]
-        module.set_state(("MT19937", words, position, int(gauss is not None), gauss or 0.0))
-
-
-def _of_float(value: float | None) -> tuple[int, int]:
-    """Return 1 and the bits of `value`, or 0 and 0 for None."""
-    (bits,) = struct.unpack("<q", struct.pack("<d", value or 0.0))
-    return int(value is not None), bits
-
-
-def _to_float(pair: list[int]) -> float | None:
-    (value,) = struct.unpack("<d", struct.pack("<q", pair[1]))
-    return float(value) if pair[0] else None

@@ -219,7 +219,8 @@ class Guard(TorchFunctionMode):
             ):  # as in `x.data = y`, which no version counter shows
                 self.shared.clear()
             return func(*args, **kwargs)
-        if name not in VERIFIED or func in self._special or self._place:
+        is_safe = name in VERIFIED and func not in self._special and not self._place
+        if not is_safe or guard_refusals.has_plain(args, kwargs):
             self._require_guarded(name)
         if args and isinstance(args[0], Tensor) and guard_refusals.is_writing(name, kwargs):
             is_verified = name in VERIFIED or (func in self._special and func not in _ON_SHARDS)

@@ -9,7 +9,7 @@ next.  `x[1:] *= 2` assigns the view to `x` again, which is right.
 from __future__ import annotations
 
 import weakref
-from collections.abc import Iterable
+from collections.abc import Iterable, Mapping
 from types import EllipsisType
 from typing import Any, NamedTuple
 
@@ -45,6 +45,17 @@ def is_writing(name: str, kwargs: dict[str, Any]) -> bool:
     """Return whether a function writes its first argument."""
     is_named_so = name.endswith("_") and not name.endswith("__")
     return is_named_so or name in _WRITING or bool(kwargs.get("inplace"))
+
+
+def has_plain(args: tuple[Any, ...], kwargs: Mapping[str, Any]) -> bool:
+    """Return whether a function gets a plain tensor, which torch does not take beside divided ones.
+
+    It takes one of one element.
+    """
+    return any(
+        isinstance(value, Tensor) and not isinstance(value, DTensor) and value.numel() > 1
+        for value in (*args, *kwargs.values())
+    )
 
 
 def makes_view(name: str, args: tuple[Any, ...]) -> bool:

@@ -38,6 +38,7 @@ class Evidence:
         loss_fn: Of the step.
         loss: Of the ranks.
         loss_hint: What to do if the loss is no mean of its parts; empty without a loss.
+        may_draw: Whether random numbers may be the cause.
     """
 
     config: ParallelConfig
@@ -48,6 +49,7 @@ class Evidence:
     loss_fn: Callable[[Any, Any], Any] | None
     loss: float
     loss_hint: str
+    may_draw: bool
 
 
 def find_cause(seen: Evidence) -> Cause:
@@ -72,7 +74,7 @@ def find_cause(seen: Evidence) -> Cause:
             f"forward writes {found.buffers[0].name} from the samples of one rank or micro-batch",
             "average it over ranks with all_reduce of msrun.parallel.collectives",
         )
-    if reference.has_drawn:
+    if seen.may_draw:
         return Cause(
             "the model draws random numbers, and the ranks may draw other ones",
             "verify without randomness, or with dropout: exact",

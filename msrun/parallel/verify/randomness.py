@@ -11,7 +11,7 @@ import contextlib
 import random
 import sys
 from collections.abc import Iterator
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
 from torch import nn
@@ -24,6 +24,8 @@ _DROPOUTS = (
     nn.AlphaDropout,
     nn.FeatureAlphaDropout,
 )
+# Of torchvision, which is not imported here.
+_OTHER_DROPOUTS = ("StochasticDepth",)
 
 
 class GeneratorStates:
@@ -61,30 +63,78 @@ def _numpy() -> Any:
     return sys.modules.get("numpy.random")
 
 
-def rates_of_dropout(*models: nn.Module) -> list[tuple[nn.Module, str, float]]:
-    """Return the rates of dropout above 0 in `models`: module, name of the attribute, and rate.
+@contextlib.contextmanager
+def other_numbers(seed: int, device: torch.device) -> Iterator[None]:
+    """Draw the numbers of a seed inside the block."""
+    state = GeneratorStates(device)
+    torch.manual_seed(seed)
+    random.seed(seed)
+    if numpy_random := _numpy():
+        numpy_random.seed(seed)
+    try:
+        yield
+    finally:
+        state.restore()
 
-    A rate is `p` of torch's modules, and any number from 0 to 1 with `drop` in its name, as models
-    have it that drop by functions.
+
+class _Rate(NamedTuple):
+    """One number that may be a rate of dropout.
+
+    Args:
+        holder: Attributes or a dict that has it.
+        name: Its name there.
+        value: The number.
+        label: Its name for a person.
     """
-    return [
-        (module, name, value)
-        for model in models
-        for module in model.modules()
-        for name, value in vars(module).items()
-        if "drop" in name.lower() or (name == "p" and isinstance(module, _DROPOUTS))
-        if type(value) is float and 0.0 < value <= 1.0
-    ]
+
+    holder: dict[str, Any]
+    name: str
+    value: Any
+    label: str
+
+
+def rates_of_dropout(*models: nn.Module) -> list[_Rate]:
+    """Return the rates of dropout above 0 in `models`.
+
+    A rate is `p` of modules that drop, and any number from 0 to 1 with `drop` in its name, as
+    models have it that drop by functions: in a module, in a dict of it, as adapters have it, or in
+    its `config`, where transformers look for some.
+    """
+    modules = (module for model in models for module in model.modules())
+    rates = (rate for module in modules for rate in _numbers(module))
+    found = {
+        (id(rate.holder), rate.name): rate
+        for rate in rates
+        if type(rate.value) is float and 0.0 < rate.value <= 1.0
+    }
+    return list(found.values())
+
+
+def _numbers(module: nn.Module) -> Iterator[_Rate]:
+    """Yield what has the name of a rate."""
+    kind, own = type(module).__name__, vars(module)
+    drops = isinstance(module, _DROPOUTS) or kind in _OTHER_DROPOUTS or "drop" in kind.lower()
+    for name, value in own.items():
+        if "drop" in name.lower() or (drops and name == "p"):
+            label = f"{kind}.{name}"
+            yield _Rate(own, name, value, label)
+            if type(value) is dict:
+                yield from (_Rate(value, key, rate, label) for key, rate in value.items())
+    config = own.get("config")
+    if isinstance(values := getattr(config, "__dict__", None), dict):
+        for name, value in values.items():
+            if "drop" in name.lower():
+                yield _Rate(values, name, value, f"{type(config).__name__}.{name}")
 
 
 @contextlib.contextmanager
 def without_dropout(*models: nn.Module) -> Iterator[list[str]]:
     """Set every rate of dropout in `models` to 0 inside the block; yield what had one."""
     changed = rates_of_dropout(*models)
-    for module, name, _ in changed:
-        setattr(module, name, 0.0)
+    for rate in changed:
+        rate.holder[rate.name] = 0.0
     try:
-        yield sorted({f"{type(module).__name__}.{name}" for module, name, _ in changed})
+        yield sorted({rate.label for rate in changed})
     finally:
-        for module, name, value in changed:
-            setattr(module, name, value)
+        for rate in changed:
+            rate.holder[rate.name] = rate.value

@@ -11,7 +11,8 @@ changes a weight, rank 0 compares: each gradient is gathered, one at a time.  A 
 
 Random numbers.  If the copy draws some, and ranks draw from streams of their own, no two runs are
 equal.  Then the comparison has a run of its own before the step, with every rate of dropout at 0 in
-both models; whatever it changed is put back.  If the copy draws even so, nothing can be compared.
+both models; whatever it changed is put back.  If the copy draws even so and the step differs, the
+copy runs again with other numbers: if it comes to something else itself, nothing can be compared.
 
 Invariants:
 
@@ -28,7 +29,7 @@ import contextlib
 import json
 import warnings
 import weakref
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterator, Mapping
 from typing import Any
 
 import torch
@@ -38,7 +39,7 @@ from torch.nn import Parameter
 from msrun.errors import ModelError
 from msrun.parallel.config import DATA_AXIS, PIPELINE_AXIS, ROOT, ParallelConfig
 from msrun.parallel.foreach.step_hooks import before_step
-from msrun.parallel.local import is_sharded, local_gradient
+from msrun.parallel.local import local_gradient
 from msrun.parallel.losses.batch import StepBatch, split_batch
 from msrun.parallel.rank_context import RankContext
 from msrun.parallel.sharded_model import ShardedModel
@@ -46,7 +47,6 @@ from msrun.parallel.verify.causes import Evidence, find_cause
 from msrun.parallel.verify.comparison import (
     Differences,
     Gap,
-    beyond_rounding,
     find,
     measure,
     tolerance,
@@ -60,6 +60,7 @@ from msrun.parallel.verify.gather import (
 from msrun.parallel.verify.layer_step import LayerVerifier
 from msrun.parallel.verify.layers import LayerSample
 from msrun.parallel.verify.loop import LoopObserver, loop_step
+from msrun.parallel.verify.one_process import OneProcess
 from msrun.parallel.verify.put_back import put_back
 from msrun.parallel.verify.randomness import without_dropout
 from msrun.parallel.verify.reference import CannotRunError, Reference
@@ -75,6 +76,10 @@ _NO_CALL = (
     "nothing was verified: the optimizer stepped, and backward reached no output of a call of the "
     "model itself on some rank, as in a compiled or wrapped one"
 )
+
+_OTHER_NUMBERS = "the model draws random numbers other than dropout, and ranks draw other ones"
+_OWN_DROPOUT = "a plan of mode auto draws random numbers of its own for dropout"
+_DRAWN = "; random numbers that the model drew changed nothing"
 
 
 class Verifier:
@@ -139,10 +144,10 @@ class Verifier:
             elif plan["is_quiet"]:
                 model = step.sharded.model()
                 with put_back(model, self._context.device), without_dropout(model):
-                    self._compare(step, step.compute(), whole, plan["quiet"])
+                    self._compare(step, step.compute(), whole, plan)
             loss = step.compute()
             if not plan["problem"] and not plan["is_quiet"]:
-                self._compare(step, loss, whole, [])
+                self._compare(step, loss, whole, plan)
         self._end()
         return loss
 
@@ -191,7 +196,7 @@ class Verifier:
                     stack.enter_context(put_back(sharded.model(), self._context.device))
                     if plan["is_quiet"]:
                         stack.enter_context(without_dropout(sharded.model()))
-                    self._compare(step, step.compute(), whole, plan["quiet"])
+                    self._compare(step, step.compute(), whole, plan)
         self._end()
 
     def _compare_layers(self, layers: LayerVerifier, step: VerifiedStep, *, trains: bool) -> Tensor:
@@ -251,69 +256,27 @@ class Verifier:
             values = whole_batch(self._context, tuple(step.batch))
         except NotOneBatchError as error:
             problem = problem or str(error)
-        plan: dict[str, Any] = {"problem": problem, "is_quiet": False, "quiet": []}
+        plan: dict[str, Any] = {"problem": problem, "is_quiet": False, "quiet": [], "drawn": ""}
         whole = None
         if reference and not problem:
             whole = StepBatch(*values)
             reference.keep_buffers()
             try:
-                plan |= self._run_alone(step, reference, whole)
+                plan |= self._run_alone(OneProcess(self._context, step, reference, whole))
             except CannotRunError as error:
                 plan["problem"] = str(error)
         plan = json.loads(self._context.broadcast(json.dumps(plan).encode()))
         return whole, plan
 
-    def _run_alone(
-        self, step: VerifiedStep, reference: Reference, whole: StepBatch
-    ) -> dict[str, Any]:
+    def _run_alone(self, one: OneProcess) -> dict[str, Any]:
         """Compute the step in one process; return how to compare it."""
-        has_drawn = self._run_reference(step, reference, whole)
-        if not has_drawn or self._has_one_stream(step.sharded):
+        if not one.run() or self._has_one_stream(one.step.sharded):
             return {}
         if self._config.mode == "auto":
-            raise CannotRunError("a plan of mode auto draws random numbers of its own for dropout")
-        with without_dropout(reference.model) as quiet:
-            has_drawn = self._run_reference(step, reference, whole)
-        if has_drawn:
-            raise CannotRunError(
-                "the model draws random numbers other than dropout, and ranks draw other ones"
-            )
-        return {"is_quiet": True, "quiet": quiet}
-
-    def _run_reference(self, step: VerifiedStep, reference: Reference, whole: StepBatch) -> bool:
-        """Run the copy; return whether it drew random numbers.
-
-        A loss that reads parameters of the sharded model counts for those of the copy.
-        """
-        sharded, batch = step.sharded, self._context.batch
-        own = list(sharded.model().named_parameters())
-        before = [param.grad for _, param in own]
-        for _, param in own:
-            param.grad = None
-        is_whole = not any(is_sharded(param) for _, param in own)
-        batch.is_whole = True
-        try:
-            with contextlib.ExitStack() as stack:
-                stack.enter_context(step.around())
-                if is_whole:
-                    stack.enter_context(sharded.paused(by_script=True))
-                    stack.enter_context(sharded.hooks.suspended())
-                try:
-                    reference.run(step.loss_fn, whole, self._context.device)
-                except torch.OutOfMemoryError:
-                    raise CannotRunError(
-                        "the whole model and batch of one process do not fit this device; "
-                        f"`{ROOT}: {{verify: {{memory: 1GiB}}}}` compares layers within that"
-                    ) from None
-        finally:
-            batch.is_whole = False
-            copies = dict(reference.model.named_parameters())
-            for (name, param), gradient in zip(own, before, strict=True):
-                if param.grad is not None and name in copies:
-                    added = copies[name].grad
-                    copies[name].grad = param.grad if added is None else added + param.grad
-                param.grad = gradient
-        return reference.has_drawn
+            return {"drawn": _OWN_DROPOUT}
+        with without_dropout(one.reference.model) as quiet:
+            drawn = _OTHER_NUMBERS if one.run() else ""
+        return {"is_quiet": bool(quiet), "quiet": quiet, "drawn": drawn}
 
     def _has_one_stream(self, sharded: ShardedModel) -> bool:
         """Return whether the ranks draw the random numbers of one process."""
@@ -323,9 +286,15 @@ class Verifier:
         return is_one and layout.size(PIPELINE_AXIS) == parts == 1 and self._config.mode != "auto"
 
     def _compare(
-        self, step: VerifiedStep, loss: Tensor, whole: StepBatch | None, quiet: Sequence[str]
+        self, step: VerifiedStep, loss: Tensor, whole: StepBatch | None, plan: Mapping[str, Any]
     ) -> None:
         """Compare the sharded step with that of one process; all ranks call it.
+
+        Args:
+            step: The step.
+            loss: Of the ranks.
+            whole: The batch of all ranks, on rank 0.
+            plan: Of `_prepare`.
 
         Raises:
             ModelError: They differ.
@@ -342,15 +311,18 @@ class Verifier:
                 # What a model computes in less, float64 cannot tell from rounding below.
                 dtypes += reference.dtypes
             allowed = tolerance(self._config, dtypes, self._context.device)
-            found = right = find(of_loss, gradients, buffers, allowed)
-            if found:
-                found = self._beyond_rounding(step, reference, found, whole, is_quiet=bool(quiet))
-            if found:
-                answer = self._refusal(step, reference, found, whole, float(loss))
-            elif not gradients:
-                answer = {"nothing": "no gradient was compared"}
-            else:
-                self._tell(step, float(loss), right.largest, (len(gradients), len(buffers)), quiet)
+            found = find(of_loss, gradients, buffers, allowed)
+            one = OneProcess(self._context, step, reference, whole)
+            with without_dropout(reference.model) if plan["is_quiet"] else contextlib.nullcontext():
+                if found and plan["drawn"] and one.depends_on_numbers(allowed):
+                    answer = {"nothing": plan["drawn"]}
+                elif rest := self._beyond_rounding(one, found, plan):
+                    answer = self._refusal(one, rest, float(loss), plan)
+                elif not gradients:
+                    answer = {"nothing": "no gradient was compared"}
+                else:
+                    counts = len(gradients), len(buffers)
+                    self._tell(step, float(loss), found.largest, counts, plan)
         answer = json.loads(self._context.broadcast(json.dumps(answer).encode()))
         self.has_told |= bool(answer)
         if "message" in answer:
@@ -390,57 +362,32 @@ class Verifier:
         return with_replicas(of_gradients.found, replicas), of_buffers.found
 
     def _beyond_rounding(
-        self,
-        step: VerifiedStep,
-        reference: Reference,
-        found: Differences,
-        whole: StepBatch,
-        *,
-        is_quiet: bool,
+        self, one: OneProcess, found: Differences, plan: Mapping[str, Any]
     ) -> Differences:
-        """Return the differences that float64 does not explain by rounding."""
-        if reference.has_drawn:
-            return found
-        narrow_value = step.expected(reference)
-        try:
-            wide, values = reference.doubled(whole)
-            with without_dropout(wide.model) if is_quiet else contextlib.nullcontext():
-                self._run_reference(step, wide, values)
-        except (CannotRunError, RuntimeError):
-            return found
-        one, other = reference.gradients(), wide.gradients()
-        rounding = {
-            name: measure(name, gradient, exact)
-            for name, gradient in one.items()
-            if gradient is not None and (exact := other[name]) is not None
-        }
-        narrow = reference.buffers()
-        rounding |= {
-            name: measure(name, narrow[name], buffer) for name, buffer in wide.buffers().items()
-        }
-        of_loss = measure("the loss", narrow_value, step.expected(wide))
-        return beyond_rounding(found, rounding, of_loss)
+        """Return the differences that may not be rounding."""
+        is_known = not self._may_draw(one, plan)
+        return one.beyond_rounding(found) if found and is_known else found
+
+    def _may_draw(self, one: OneProcess, plan: Mapping[str, Any]) -> bool:
+        """Return whether random numbers may be why a step differs."""
+        return one.reference.has_drawn and not plan["drawn"]
 
     def _refusal(
-        self,
-        step: VerifiedStep,
-        reference: Reference,
-        found: Differences,
-        whole: StepBatch,
-        loss: float,
+        self, one: OneProcess, found: Differences, loss: float, plan: Mapping[str, Any]
     ) -> dict[str, str]:
         """Return message and hint of the error."""
-        part = StepBatch(*split_batch(tuple(step.batch), step.parts())[0])
+        step, reference = one.step, one.reference
         cause = find_cause(
             Evidence(
                 config=self._config,
                 reference=reference,
                 found=found,
-                whole=whole,
-                part=part,
+                whole=one.batch,
+                part=StepBatch(*split_batch(tuple(step.batch), step.parts())[0]),
                 loss_fn=step.loss_fn,
                 loss=loss,
                 loss_hint=step.loss_hint,
+                may_draw=self._may_draw(one, plan),
             )
         )
         parts = []
@@ -466,18 +413,19 @@ class Verifier:
         loss: float,
         largest: tuple[float, str],
         counts: tuple[int, int],
-        quiet: Sequence[str],
+        plan: Mapping[str, Any],
     ) -> None:
         """Print that the step is right."""
         share, name = largest
-        off = f", with {', '.join(quiet)} at 0 for the comparison" if quiet else ""
+        quiet, drawn = ", ".join(plan["quiet"]), _DRAWN if plan["drawn"] else ""
+        off = f", with {quiet} at 0 for the comparison" if quiet else ""
         worst = f"; largest difference {share:.1e} ({name})" if share else ""
         what, rest = f"loss {loss:.7g}", ""
         if step.is_loop:
             what, rest = "outputs of one call of the model", _NOT_OF_LOOP
         self.outcome = (
             f"step {self._steps} equals one process: {what}, {counts[0]} gradients and "
-            f"{counts[1]} buffers{worst}{off}{rest}"
+            f"{counts[1]} buffers{worst}{off}{drawn}{rest}"
         )
         self._context.print(f"msrun: {self.outcome}")
 

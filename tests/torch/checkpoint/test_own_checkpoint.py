@@ -8,7 +8,7 @@ import torch
 from ranks import OPTIMIZERS, assert_equal_curves, batches, run_ranks, run_warm
 from torch import nn
 from torch.nn import functional
-from torch.utils.checkpoint import checkpoint
+from torch.utils.checkpoint import checkpoint, checkpoint_sequential
 
 import msrun
 from msrun.errors import UsageError
@@ -110,17 +110,32 @@ def test_what_is_right_on_parts_may_be_recomputed_apart(is_by_hand):
     assert_equal_curves([losses for losses, _ in found], alone)
 
 
-def repeated_refused(kind, config):
+class RepeatedLayers(Repeated):
+    """Recomputes layers that no rule names, of what a planned module has made."""
+
+    def __init__(self):
+        super().__init__()
+        self.layers = nn.Sequential(nn.Linear(32, 32), nn.Tanh(), nn.Linear(32, 32))
+
+    def forward(self, x):
+        return self.down(checkpoint_sequential(self.layers, 2, self.up(x), use_reentrant=False))
+
+
+def repeated_refused(kind, config, is_by_hand):
     with pytest.raises(UsageError) as caught:
-        repeated(kind, config, is_by_hand=True)
+        repeated(kind, config, is_by_hand=is_by_hand)
     return caught.value.message
 
 
-@pytest.mark.parametrize("kind", [RepeatedParts, RepeatedPartsReentrant])
-def test_what_a_script_would_recompute_unguarded_is_refused(kind):
+@pytest.mark.parametrize("is_by_hand", [True, False])
+@pytest.mark.parametrize(
+    ("kind", "name"),
+    [(RepeatedParts, "dropout"), (RepeatedPartsReentrant, "dropout"), (RepeatedLayers, "linear")],
+)
+def test_what_a_script_would_recompute_unguarded_is_refused(kind, name, is_by_hand):
     config = {"mesh": {"tp": 2}, "plan": COLUMNS_AND_ROWS}
     sentence = (
-        "torch.utils.checkpoint would run dropout of a divided tensor again without msrun, and get "
+        f"torch.utils.checkpoint would run {name} of a divided tensor again without msrun, and get "
         "something else"
     )
-    assert run_ranks(repeated_refused, 2, kind, config) == [sentence, sentence]
+    assert run_ranks(repeated_refused, 2, kind, config, is_by_hand) == [sentence, sentence]

@@ -8,7 +8,15 @@ import torch
 from ranks import MODELS, OPTIMIZERS, batches, build, run_warm
 from torch import nn
 from torch.nn import functional
-from verified_models import TP, Noisy, not_verified, of_samples
+from verified_models import (
+    TP,
+    Adapted,
+    Drawing,
+    Noisy,
+    WrongDrawing,
+    not_verified,
+    of_samples,
+)
 
 import msrun
 from msrun.errors import ConfigError, ModelError
@@ -189,6 +197,27 @@ def test_a_step_that_cannot_be_verified_says_so(make, reason):
     assert [len(told) for _, told in found] == [1, 0]
     assert "nothing was verified in step 1" in found[0][1][0]
     assert reason in found[0][1][0]
+
+
+@pytest.mark.parametrize("make", [Drawing, Adapted])
+@pytest.mark.parametrize("config", [{}, {"accumulate": 2}], ids=["dp", "accumulate"])
+def test_numbers_that_change_nothing_are_no_obstacle(config, make):
+    found = run_warm(
+        _refused,
+        2,
+        config | {"verify": 1},
+        functools.partial(make, 16, 10),
+        functional.cross_entropy,
+    )
+    assert found == [("", [])] * 2
+
+
+def test_an_error_beside_numbers_that_change_nothing_is_found():
+    make = functools.partial(WrongDrawing, 16, 10)
+    for message, told in run_warm(_refused, 2, {"verify": 1}, make, functional.cross_entropy):
+        assert message.startswith("step 1 is not that of one process: ")
+        assert "depend on the rank" in message
+        assert told == []
 
 
 @pytest.mark.parametrize(
