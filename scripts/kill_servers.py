@@ -1,9 +1,11 @@
 """Kills processes of a job that trains on parameter servers, and checks each loss of the job.
 
     python scripts/kill_servers.py --kills 100 --replicas 1 --seed 1 --busy 4
+    python scripts/kill_servers.py --kills 20 --nodes 2 --others 0.5
 
-Each job trains for as long as there are kills: each server once, now and then a worker or the
-scheduler.  Every rank compares each loss with that of one process.  Prints how long the ranks had
+Each job trains for as long as there are kills: each server once, now and then a worker, the
+scheduler, or with `--nodes 2` all processes of the second node at once, whose place another one
+takes.  Every rank compares each loss with that of one process.  Prints how long the ranks had
 no step after each kill of a server, beside the load of the machine, and exits with 1 if a job
 failed or a loss was another.  `--busy N` keeps N processes busy meanwhile.
 """
@@ -14,6 +16,7 @@ import argparse
 import contextlib
 import os
 import random
+import socket
 import statistics
 import subprocess
 import sys
@@ -76,7 +79,7 @@ print("equal", step)
 SCRIPT = "train.py"
 # What the command lines of a job's processes have, each kind its own.
 SERVER, RANK = "msrun server", SCRIPT
-OTHERS = {"workers": RANK, "schedulers": "msrun scheduler"}
+OTHERS = {"workers": RANK, "schedulers": "msrun scheduler", "nodes": ""}
 
 
 def family(launcher: psutil.Process, name: str) -> list[psutil.Process]:
@@ -158,39 +161,82 @@ class Job:
         self._folder, self._given, self._draw = folder, given, draw
         self.pauses: list[float] = []
         self.others = dict.fromkeys(OTHERS, 0)
+        self._launchers: list[subprocess.Popen[bytes]] = []
+        with socket.create_server(("127.0.0.1", 0)) as free:
+            self._port = free.getsockname()[1]
 
     def run(self) -> int:
         """Return the exit code of the job."""
         given = self._given
         code = TRAIN.format(replicas=given.replicas, every=given.every)
         (self._folder / SCRIPT).write_text(code)
-        sizes = ["--worker-num", "2", "--server-num", str(given.servers), "--max-restarts", "9999"]
-        words = [sys.executable, "-m", "msrun", *sizes, SCRIPT]
-        env = {**os.environ, "OMP_NUM_THREADS": "1"}
-        with subprocess.Popen(words, cwd=self._folder, env=env) as launcher:
-            self._torment(launcher)
-            (self._folder / "over").touch()
-            return launcher.wait()
+        (self._folder / "secret").write_bytes(os.urandom(32))
+        (self._folder / "secret").chmod(0o600)
+        self._launchers = [self._launch(node) for node in range(given.nodes)]
+        self._torment()
+        (self._folder / "over").touch()
+        return max(launcher.wait() for launcher in self._launchers)
 
-    def _torment(self, launcher: subprocess.Popen[bytes]) -> None:
+    def _launch(self, node: int) -> subprocess.Popen[bytes]:
+        given, place = self._given, self._folder / f"place-{self.others['nodes']}-{node}"
+        place.mkdir(mode=0o700)
+        words = ["--server-num", str(given.servers), "--max-restarts", "9999"]
+        if given.nodes == 1:
+            words += ["--worker-num", "2"]
+        else:
+            words += ["--nnodes", str(given.nodes), "--node-rank", str(node)]
+            words += ["--workers-per-node", str(2 // given.nodes), "--lease", "3s"]
+            words += ["--master-addr", "127.0.0.1", "--master-port", str(self._port)]
+            words += ["--job-id", self._folder.name, "--secret-file", "secret"]
+        env = {**os.environ, "OMP_NUM_THREADS": "1", "XDG_RUNTIME_DIR": str(place)}
+        words = [sys.executable, "-m", "msrun", *words, SCRIPT]
+        return subprocess.Popen(words, cwd=self._folder, env=env)
+
+    @property
+    def _is_running(self) -> bool:
+        return all(launcher.poll() is None for launcher in self._launchers)
+
+    def _all(self, name: str) -> list[psutil.Process]:
+        return [
+            each
+            for launcher in self._launchers
+            for each in family(psutil.Process(launcher.pid), name)
+        ]
+
+    def _torment(self) -> None:
         killed: set[str] = set()
-        while len(killed) < self._given.servers and launcher.poll() is None:
+        while len(killed) < self._given.servers and self._is_running:
             before = last_step(self._folder)[0]
-            while last_step(self._folder)[0] < before + 5 and launcher.poll() is None:
+            while last_step(self._folder)[0] < before + 5 and self._is_running:
                 time.sleep(0.02)
             time.sleep(self._draw.random() * 0.2)
-            family_of = psutil.Process(launcher.pid)
             if self._draw.random() < self._given.others:
-                kind = self._draw.choice([*OTHERS])
-                if victims := family(family_of, OTHERS[kind]):
-                    self._draw.choice(victims).kill()
-                    self.others[kind] += 1
+                self._kill_other(self._draw.choice([*OTHERS][: 1 + self._given.nodes]))
                 continue
-            victims = [v for v in family(family_of, SERVER) if server_number(v) not in killed]
+            victims = [v for v in self._all(SERVER) if server_number(v) not in killed]
             if victims:
                 victim = self._draw.choice(victims)
                 killed.add(server_number(victim))
-                self._kill(victim, family(family_of, RANK))
+                self._kill(victim, self._all(RANK))
+
+    def _kill_other(self, kind: str) -> None:
+        if kind == "nodes":
+            self._kill_node()
+        elif victims := self._all(OTHERS[kind]):
+            self._draw.choice(victims).kill()
+            self.others[kind] += 1
+
+    def _kill_node(self) -> None:
+        """Kill all of the last node at once, so that nothing there can clean up."""
+        launcher, node = self._launchers.pop(), len(self._launchers)
+        members = [psutil.Process(launcher.pid), *family(psutil.Process(launcher.pid), "")]
+        for act in (psutil.Process.suspend, psutil.Process.kill):
+            for each in members:
+                with contextlib.suppress(psutil.Error):
+                    act(each)
+        launcher.wait()
+        self.others["nodes"] += 1
+        self._launchers.append(self._launch(node))
 
     def _kill(self, victim: psutil.Process, ranks: list[psutil.Process]) -> None:
         number, before, at = server_number(victim), waited(ranks), time.monotonic()
@@ -213,7 +259,8 @@ def main() -> int:
     parser.add_argument("--replicas", type=int, default=1)
     parser.add_argument("--every", type=int, default=100)
     parser.add_argument("--servers", type=int, default=4)
-    parser.add_argument("--others", type=float, default=0.1, help="share of workers and schedulers")
+    parser.add_argument("--others", type=float, default=0.1, help="share of the rest")
+    parser.add_argument("--nodes", type=int, choices=[1, 2], default=1)
     parser.add_argument("--seed", type=int, default=1)
     parser.add_argument("--busy", type=int, default=0, help="processes that keep the cores busy")
     given = parser.parse_args()

@@ -24,6 +24,7 @@ from typing import TYPE_CHECKING, Any, NamedTuple
 import msgspec
 from torch import nn
 
+from msrun import environ
 from msrun.errors import ModelError
 from msrun.parallel import torch_compat
 from msrun.parallel.config import DATA_AXIS, PIPELINE_AXIS, ROOT, ParallelConfig
@@ -124,6 +125,7 @@ def shard_model(config: ParallelConfig, rank: Rank, model: nn.Module, sample: Sa
         ModelError: The configuration does not fit the model; then nothing was changed.
     """
     check_materialized(model)
+    _warn_of_idle_servers(config)
     if config.mode == "auto":
         return _shard_by_search(config, rank, model, sample)
     context = placed(rank, config)
@@ -185,6 +187,17 @@ def _warn_of_no_effect(config: ParallelConfig) -> None:
                 "parameters",
                 stacklevel=4,
             )
+
+
+def _warn_of_idle_servers(config: ParallelConfig) -> None:
+    """Say that a job has servers for nothing, as where its configuration was left out."""
+    count = environ.servers_place(environ.current()).count
+    if count and config.servers is None:
+        warnings.warn(
+            f"msrun: this job has {count} parameter server(s), and no parameter lives there: name "
+            f"some in {ROOT}.servers, or leave out --server-num",
+            stacklevel=4,
+        )
 
 
 def _shard_by_search(

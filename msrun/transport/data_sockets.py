@@ -38,6 +38,11 @@ _DOWN = int(zmq.EVENT_DISCONNECTED)
 # Follows at once where ZeroMQ makes a broken connection anew.
 _RETRIED = int(zmq.EVENT_CONNECT_RETRIED)
 _GIVEN_UP_SECONDS = 2.0
+# A peer that breaks a connection so often, for so long, each time after so many bytes, cannot take
+# them: networks that break let some of them pass.
+_REFUSED_BYTES_MIN = 1 << 20
+_REFUSED_TIMES = 5
+_REFUSED_SECONDS = 5.0
 
 Buffer = bytes | memoryview
 
@@ -50,6 +55,10 @@ def _bound(sock: zmq.Socket[bytes], peers: int) -> None:
     sock.setsockopt(zmq.HANDSHAKE_IVL, handshake_milliseconds(peers, _HANDSHAKE_MS))
     sock.setsockopt(zmq.TCP_KEEPALIVE, 1)
     sock.setsockopt(zmq.IPV6, 1)
+
+
+def _size(part: Buffer) -> int:
+    return part.nbytes if isinstance(part, memoryview) else len(part)
 
 
 def _send(sock: zmq.Socket[bytes], parts: Sequence[Buffer]) -> bool:
@@ -140,13 +149,20 @@ class DataConnection:
         self.is_up = False
         # When it broke, as long as ZeroMQ does not make it anew.
         self._broke_at: float | None = None
+        # Bytes of the largest message since it is up, and of those after which it broke: the
+        # largest, how many, and when the first was.
+        self._sent = self._refused = self._refusals = 0
+        self._refused_since = 0.0
         if secret is not None:
             identify(self.socket, secret, _PEER, _SERVER)
         self.socket.connect(endpoint(*address))
 
     def send(self, parts: Sequence[Buffer]) -> bool:
         """Send `parts`; return whether they were queued: else there is no connection now."""
-        return _send(self.socket, parts)
+        is_queued = _send(self.socket, parts)
+        if is_queued:
+            self._sent = max(self._sent, sum(map(_size, parts)))
+        return is_queued
 
     def receive(self) -> list[list[memoryview]]:
         """Return the messages that wait."""
@@ -160,9 +176,34 @@ class DataConnection:
         before = self.is_up
         while self.monitor.poll(0):
             event, _ = struct.unpack("=Hi", self.monitor.recv_multipart()[0])
-            self._broke_at = Loop.now() if event == _DOWN and self.is_up else None
+            has_broken = event == _DOWN and self.is_up
+            self._broke_at = Loop.now() if has_broken else None
+            if has_broken:
+                self._note_break()
             self.is_up = event == _UP
         return self.is_up != before
+
+    def _note_break(self) -> None:
+        if self._sent >= _REFUSED_BYTES_MIN:
+            self._refused_since = self._refused_since if self._refusals else Loop.now()
+            self._refused = max(self._refused, self._sent)
+            self._refusals += 1
+        self._sent = 0
+
+    def progress(self) -> None:
+        """Note that the peer has taken what it was sent."""
+        self._sent = self._refused = self._refusals = 0
+
+    def refused_bytes(self) -> int:
+        """Return the bytes of a message that the peer never takes; 0 where it takes all.
+
+        A peer without memory for a message breaks the connection, and a new one stands until the
+        message comes again.
+        """
+        is_for_good = (
+            self._refusals >= _REFUSED_TIMES and Loop.now() > self._refused_since + _REFUSED_SECONDS
+        )
+        return self._refused if is_for_good else 0
 
     def has_given_up(self) -> bool:
         """Return whether ZeroMQ has ended the connection for good, as `changed` saw.

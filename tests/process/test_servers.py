@@ -2,6 +2,8 @@
 
 import json
 import re
+import secrets
+import shutil
 import signal
 import subprocess
 import sys
@@ -9,7 +11,8 @@ import textwrap
 
 import psutil
 import pytest
-from served import TRAIN
+from ports import free_port
+from served import ELASTIC, TRAIN
 from support import PATIENCE, environment, kill, script, until
 
 pytestmark = [pytest.mark.process, pytest.mark.torch]
@@ -141,6 +144,101 @@ def test_a_server_that_cannot_keep_snapshots_is_the_root_cause(msrun, tmp_path):
     assert job.wait() == 1
     assert "error: server 0 (node HOST, pid N) exited with code 1 after Ns" in job.block()
     assert "/dev/null/no" in job.verdict()["root"]["error"]
+
+
+# Its server has no memory for the optimizer's state, which the first step makes.
+LIMITED = """
+    import os, resource
+    import psutil, torch, msrun
+
+    with msrun.init({"servers": {"params": ["weight"]}}) as rt:
+        model = rt.shard(torch.nn.Embedding(4096, 4096))
+        optimizer = torch.optim.SGD(model.parameters(), lr=0.1, momentum=0.9)
+        optimizer = rt.optimizer(optimizer)
+        model(torch.arange(4)).sum().backward()
+        siblings = psutil.Process(os.getppid()).children()
+        server = next(each for each in siblings if each.name() == "msrun server")
+        lines = open(f"/proc/{server.pid}/status").read().splitlines()
+        used = next(int(line.split()[1]) for line in lines if line.startswith("VmData"))
+        limit = (used + 1024 << 10, resource.RLIM_INFINITY)
+        resource.prlimit(server.pid, resource.RLIMIT_DATA, limit)
+        while True:
+            optimizer.step()
+            optimizer.zero_grad()
+            model(torch.arange(4)).sum().backward()
+"""
+
+
+def test_a_server_without_memory_for_a_step_is_the_root_cause(msrun, tmp_path):
+    job = msrun("--worker-num", 1, "--server-num", 1, script(tmp_path, LIMITED))
+
+    assert job.wait() == 1
+    root = job.verdict()["root"]
+    assert (root["is_server"], root["rank"]) == (True, 0)
+    assert re.search(r"parameter server 0 has no memory for \d+ more bytes", root["error"])
+    assert re.search(r"beside \d{8,9} bytes of rows", root["error"])
+    assert "--server-num" in job.block()
+
+
+@pytest.fixture
+def node(msrun, tmp_path):
+    """Start one of two nodes of a job, in a place of its own."""
+    (tmp_path / "secret").write_bytes(bytes(range(32)))
+    (tmp_path / "secret").chmod(0o600)
+    port, job_id = free_port(), f"nodes-{secrets.token_hex(4)}"
+
+    def start(node_rank, place, *words):
+        own = ["--nnodes", 2, "--node-rank", node_rank, "--master-addr", "127.0.0.1"]
+        own += ["--master-port", port, "--job-id", job_id, "--lease", "3s"]
+        own += ["--secret-file", tmp_path / "secret", "--workers-per-node", 1, "--server-num", 2]
+        (tmp_path / place).mkdir(mode=0o700)
+        job = msrun(*own, *words, env={"XDG_RUNTIME_DIR": str(tmp_path / place)})
+        job.runtime = tmp_path / place
+        return job
+
+    return start
+
+
+def kill_at_once(job):
+    """Kill all of a node, so that nothing there can notice that another process is gone."""
+    members = job.members()
+    pids = {each.pid for each in members}
+    groups = [path for path in job.cgroups() if pids & pids_below(path)]
+    for each in members:
+        each.suspend()
+    kill(*members)
+    job.process.wait()
+    # A node that is gone has neither files nor control groups.
+    shutil.rmtree(job.runtime)
+    for group in groups:
+        until(lambda: not pids_below(group), "for the end of all")  # noqa: B023 - at once
+        for each in sorted(group.rglob("*/"), reverse=True):
+            each.rmdir()
+        group.rmdir()
+
+
+def pids_below(group):
+    texts = [path.read_text() for path in group.rglob("cgroup.procs")]
+    return {int(pid) for text in texts for pid in text.split()}
+
+
+def test_a_node_that_is_killed_loses_no_step(node, tmp_path):
+    """Its server, its rank and its launcher at once; another node takes its place."""
+    words = ("--max-restarts", 2, script(tmp_path, ELASTIC))
+    a, b = node(0, "a", *words), node(1, "b", *words)
+    b.until_logged("goes on with 2", 1)
+    assert b.find("msrun server 1")
+    kill_at_once(b)
+    c = node(1, "c", *words)
+    until(lambda: a.log(0).count("goes on with 2") > 1, "for the second life", seconds=60)
+    assert c.find("msrun server 1")
+    (tmp_path / "over").touch()
+
+    assert [a.wait(60), c.wait(60)] == [0, 0]
+    begins = [line.split() for line in a.log(0).splitlines() if line.startswith("begins with")]
+    assert [int(words[2]) for words in begins] == [2, 2]
+    assert [int(words[4]) > 0 for words in begins] == [False, True]
+    assert a.log(0).rstrip().endswith("equal")
 
 
 def below(terminal, name):

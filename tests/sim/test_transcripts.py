@@ -45,6 +45,15 @@ def test_the_soak_ends_when_its_time_is_over(capsys):
     assert "0 of 50 broken" in capsys.readouterr().out
 
 
+def test_the_soak_of_servers_names_the_seed_that_breaks_a_promise(tmp_path, capsys):
+    words = ["--servers", "--seeds", "7", "--first", "0", "--jobs", "1", "--out", str(tmp_path)]
+
+    assert sim_soak.main(words) == 0
+    assert "0 of 7 broken" in capsys.readouterr().out
+    assert sim_soak.main([*words, "--mutant", "twice"]) == 1
+    assert "seed 0: S" in capsys.readouterr().out
+
+
 def test_a_transcript_of_another_protocol_says_so():
     with pytest.raises(MisfitError, match="of another protocol; run its seed again"):
         transcript.replay("settings least=1\n1.0 begin 1.0\n2.0 arrive 7\n")

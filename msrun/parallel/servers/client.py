@@ -72,6 +72,9 @@ _WORRY_SECONDS = 10.0
 _SILENT_SECONDS = 600.0
 _LEAVE_SECONDS = 60.0
 _MEMORY_HINT = "use fewer rows at once, or give the process more memory (ulimit -d, its container)"
+_SERVER_MEMORY_HINT = (
+    "start more servers (--server-num), or give them more memory (ulimit -d, their container)"
+)
 # Where a script may ask for something.
 _READY = frozenset({WorkerPhase.IDLE, WorkerPhase.PULLING, WorkerPhase.COMPUTING})
 
@@ -311,6 +314,10 @@ class ServersClient:
             if connection.has_given_up() and self.failure is None:
                 text = f"rank {self._rank} has no memory for what parameter server {server} sends"
                 self._fail(MsrunError(text, hint=_MEMORY_HINT))
+            if (nbytes := connection.refused_bytes()) and self.failure is None:
+                text = f"parameter server {server} takes no message of {nbytes} bytes: it ends its "
+                text += f"connection each time that rank {self._rank} sends it"
+                self._fail(MsrunError(text, hint=_SERVER_MEMORY_HINT))
         if self._broken:
             self._book.search()
 
@@ -441,9 +448,7 @@ class ServersClient:
                 if isinstance(message, AskOwnership):  # something was silent
                     self._book.search()
             case DeliverRows(rows=rows):
-                if self._is_asked and machine.ownership:
-                    self._is_asked = False
-                    self._answers.put(PulledRows(machine.ownership.owners, rows))
+                self._deliver(machine, rows)
             case DeliverNorms(norms=norms, absent=absent):
                 self._is_asked = False
                 self._answers.put(self._disagreement(absent[0]) if absent else list(norms.values()))
@@ -453,6 +458,13 @@ class ServersClient:
                 self._has_begun, self._supply = True, None
             case WorkerLeft():
                 self._has_left.set()
+
+    def _deliver(self, machine: WorkerState, rows: Mapping[int, Any]) -> None:
+        for connection in self._connections.values():
+            connection.progress()
+        if self._is_asked and machine.ownership:
+            self._is_asked = False
+            self._answers.put(PulledRows(machine.ownership.owners, rows))
 
     def _disagreement(self, other: int) -> MsrunError:
         return RanksDisagreeError(

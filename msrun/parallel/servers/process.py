@@ -18,7 +18,9 @@ while the ranks live finds its session, and a snapshot, on its disk.
 
 from __future__ import annotations
 
+import errno
 import os
+import re
 import signal
 import sys
 import tempfile
@@ -36,7 +38,8 @@ from msrun.cluster.servers.events import (
 from msrun.cluster.servers.messages import Header
 from msrun.cluster.tick import Tick
 from msrun.environ import ServersPlace
-from msrun.errors import ProtocolError, UsageError
+from msrun.errors import MsrunError, ProtocolError, UsageError
+from msrun.job import SERVERS_MAX
 from msrun.parallel.servers.addresses import AddressBook, read_count, read_key
 from msrun.parallel.servers.disk import ServerDisk
 from msrun.parallel.servers.head import Head
@@ -69,6 +72,7 @@ from msrun.transport.sockets import listen
 
 # Messages that wait for a connection to one server; more of them are dropped.
 _HELD_MAX = 32
+_LINE_CHARS_MAX = 300
 
 
 class ServerProcess:
@@ -125,13 +129,24 @@ class ServerProcess:
         )
         self._is_known = False
         self._counted = 0
+        self._dropped = 0
         # For this process itself: the coordinator and server 0 talk to each other.
         self._inbox: deque[tuple[Packet, Any]] = deque()
 
     def run(self) -> int:
         """Serve until the process is told to end; return its exit code."""
         self._loop.on_signals([signal.SIGTERM, signal.SIGINT], lambda _: self._loop.stop())
-        self._loop.run(self._deadline, self._tick)
+        try:
+            self._loop.run(self._deadline, self._tick)
+        except (MemoryError, RuntimeError, OSError) as error:
+            if (lacking := lacking_memory(error)) is None:
+                raise
+            held = self._session.nbytes if self._session else 0
+            text = f"parameter server {self._place.server} has no memory for {lacking}"
+            text += f", beside {held} bytes of rows and their optimizer's state"
+            hint = "start more servers (--server-num), or give it more memory (ulimit -d, its "
+            hint += "container)"
+            raise MsrunError(text, hint=hint) from None
         self._book.close()
         failure = self._head.failure if self._head else ""
         if failure:
@@ -207,7 +222,9 @@ class ServerProcess:
         """Take a message, which came along `route` or as an answer."""
         try:
             packet, payload = decode(parts, self._near.regions)
-        except ProtocolError:
+            self._check_sender(packet.sender)
+        except ProtocolError as error:
+            self._drop(error)
             return
         if route and packet.sender[0] == RANK:
             self._routes[packet.sender] = route
@@ -220,6 +237,24 @@ class ServerProcess:
                 self._send(packet.sender, answer)
         else:
             self._deliver(packet, payload)
+
+    def _check_sender(self, sender: Actor) -> None:
+        """Refuse a sender that no job of this size has: what is kept of each must not grow.
+
+        Raises:
+            ProtocolError: There is none.
+        """
+        kind, number = sender
+        most = {RANK: self._place.ranks, SERVER: SERVERS_MAX, HEAD: 1}.get(kind, 0)
+        if not 0 <= number < most:
+            raise ProtocolError(f"no message of parameter servers: from {kind} {number}")
+
+    def _drop(self, error: ProtocolError) -> None:
+        """Tell the log of what is dropped: of the first, the tenth, the hundredth and so on."""
+        self._dropped += 1
+        if str(self._dropped).strip("0") == "1":
+            text = f"msrun: this server has dropped {self._dropped} message(s): {error}"
+            print(text[:_LINE_CHARS_MAX], flush=True)  # noqa: T201 - its log
 
     def _deliver(self, packet: Packet, payload: Any) -> None:
         now = self._loop.now()
@@ -314,6 +349,15 @@ class ServerProcess:
         if connection.changed() and connection.is_up:
             for packet in self._held.pop(server, ()):
                 connection.send(encode(packet, None))
+
+
+def lacking_memory(error: Exception) -> str | None:
+    """Return what there was no memory for; None of another error."""
+    if isinstance(error, RuntimeError):  # of torch's allocator
+        found = re.search(r"can't allocate memory: you tried to allocate (\d+) bytes", str(error))
+        return f"{found[1]} more bytes" if found else None
+    is_lacking = isinstance(error, MemoryError) or getattr(error, "errno", 0) == errno.ENOMEM
+    return "a step or a message" if is_lacking else None
 
 
 def _server_of(actor: Actor) -> int:

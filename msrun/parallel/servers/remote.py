@@ -292,6 +292,7 @@ class RemoteParameters:
             pulled = self._servers().pull({each.name: LENT for each in copies})
             for each in copies:
                 each.renew(pulled.slices(each.name))
+        self._gradients.put()
 
     def rows(self, remote: RemoteParameter, ids: Tensor) -> Tensor:
         """Return rows of a table, for a forward pass: `ids` are distinct and ascending."""

@@ -111,6 +111,11 @@ class ServerSession:
             traffic=self._rows.traffic,
         )
 
+    @property
+    def nbytes(self) -> int:
+        """Bytes of rows and optimizer state."""
+        return self._rows.nbytes
+
     def deadline(self) -> float | None:
         """Return when `Tick` is due; None where nothing is."""
         return 0.0 if self._filling else self._machine.deadline()

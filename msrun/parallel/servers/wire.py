@@ -163,6 +163,11 @@ _encoder = msgspec.msgpack.Encoder()
 _decoder = msgspec.msgpack.Decoder(Packet)
 
 
+# What reading of anything may raise.
+_NO_MESSAGE = (
+    *(ValueError, TypeError, LookupError),
+    *(ArithmeticError, StopIteration, RuntimeError),
+)
 # Stands for a payload whose tensors are in shared memory that its receiver does not have.
 NOT_HERE = object()
 
@@ -196,7 +201,7 @@ def decode(
         is_whole = next(left, None) is None
     except _NoRegionError:
         return packet, NOT_HERE
-    except (ValueError, TypeError, KeyError, StopIteration, RuntimeError, RecursionError) as error:
+    except _NO_MESSAGE as error:
         text = f"no message of parameter servers: {error}"
         raise ProtocolError(text) from None
     if not is_whole:

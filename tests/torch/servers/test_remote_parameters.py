@@ -242,6 +242,83 @@ def test_tables_have_an_optimizer_of_their_own(tmp_path, monkeypatch):
             torch.testing.assert_close(state[name], weight, rtol=0, atol=TOLERANCE)
 
 
+class Ragged(nn.Module):
+    """Bags of any length, weighted ones among them, and a module with the same table."""
+
+    def __init__(self, mode):
+        super().__init__()
+        self.bags = nn.EmbeddingBag(60, 4, mode=mode, padding_idx=3, include_last_offset=True)
+        self.firsts = nn.Embedding(60, 4, padding_idx=3)
+        self.firsts.weight = self.bags.weight
+        self.weighted = nn.EmbeddingBag(40, 4, mode="sum", sparse=True)
+        self.out = nn.Linear(12, 1)
+
+    def forward(self, ids, offsets, firsts):
+        weights = 0.5 + ids % 7 / 7
+        weighted = self.weighted(ids % 40, offsets[:-1], per_sample_weights=weights)
+        found = [self.bags(ids, offsets), self.firsts(firsts), weighted]
+        return self.out(torch.cat(found, 1))[:, 0]
+
+
+def ragged(step, rank, ranks):
+    """Return samples of a step; all bags of rank 0 are empty in step 1."""
+    draw = torch.Generator().manual_seed(step)
+    sizes = torch.randint(0, 4, (8,), generator=draw)
+    sizes[step % 8] = 0
+    sizes[:4] *= step != 1
+    firsts, target = torch.randint(0, 6, (8,), generator=draw), torch.rand(8, generator=draw)
+    bags = torch.randint(0, 60, (int(sizes.sum()),), generator=draw).split(sizes.tolist())
+    bags = [torch.cat([bag, bag[:1], bag[:1]]) for bag in bags]
+    mine = [bags[each] for each in torch.arange(8).chunk(ranks)[rank]]
+    offsets = torch.tensor([0, *map(len, mine)]).cumsum(0)
+    return torch.cat(mine), offsets, firsts.chunk(ranks)[rank], target.chunk(ranks)[rank]
+
+
+def in_bags(rt, mode, optimizer):
+    """Train in a plain loop; return losses of this rank's samples, and the weights."""
+    torch.manual_seed(5)
+    model = rt.shard(Ragged(mode)) if rt else Ragged(mode)
+    update = getattr(torch.optim, optimizer)(model.parameters(), lr=0.05)
+    update = rt.optimizer(update) if rt else update
+    losses = []
+    for step in range(STEPS):
+        *inputs, target = ragged(step, *((rt.rank, rt.world_size) if rt else (0, 1)))
+        update.zero_grad()
+        loss = functional.mse_loss(model(*inputs), target)
+        loss.backward()
+        update.step()
+        losses.append(loss.item())
+    weights = rt.state_dict(model) if rt else model.state_dict()
+    return losses, {name: each.clone() for name, each in weights.items()}
+
+
+MODES = [("sum", "SGD"), ("mean", "Adagrad"), ("max", "SGD")]
+
+
+def in_all_bags():
+    found = []
+    for words in MODES:
+        rt = msrun.init({"servers": {"params": ["bags.*", "weighted.*"]}})
+        found.append(in_bags(rt, *words))
+        rt.close()
+    return found
+
+
+@pytest.mark.filterwarnings("ignore:Sparse invariant checks:UserWarning")  # of torch's Adagrad
+def test_empty_bags_weighted_bags_and_a_table_of_two_modules(tmp_path, monkeypatch):
+    with serving(tmp_path, monkeypatch, 2, 2):
+        found = run_warm(in_all_bags, 2)
+
+    for words, *of_ranks in zip(MODES, *found, strict=True):
+        losses, weights = in_bags(None, *words)
+        curves = [own for own, _ in of_ranks]
+        mean = [sum(parts) / 2 for parts in zip(*curves, strict=True)]
+        assert mean == pytest.approx(losses, abs=TOLERANCE), words
+        for _, state in of_ranks:
+            for name, weight in weights.items() if state else ():
+                torch.testing.assert_close(state[name], weight, rtol=0, atol=TOLERANCE)
+
+
 def learn(staleness, steps):
     """Train without waiting for each other; return the first and the last loss of all samples."""
     rt = msrun.init({"servers": {"params": ["*"], "sync": {"staleness": staleness}}})

@@ -50,6 +50,7 @@ CASES = {
     "rmsprop": lambda: Case(lambda m: torch.optim.RMSprop(groups(m), lr=0.01, centered=True)),
     "nadam": lambda: Case(lambda m: torch.optim.NAdam(groups(m), lr=0.01)),
 }
+OF_GRID = ["sgd mean decay", "sgd sparse", "momentum", "adamw", "adagrad sparse", "sparseadam"]
 SHAPES = [(servers, workers) for servers in (1, 2, 3) for workers in (1, 2, 4)]
 
 
@@ -83,11 +84,13 @@ def test_losses_and_weights_are_those_of_one_process(name):
     check(name, servers=2, workers=4)
 
 
+@pytest.mark.filterwarnings("ignore:Sparse invariant checks:UserWarning")  # of torch's Adagrad
 @pytest.mark.parametrize("shape", quick(SHAPES, [(3, 2)]))
 def test_any_number_of_servers_and_workers(shape):
     servers, workers = shape
 
-    check("adamw", servers=servers, workers=workers)
+    for name in OF_GRID:
+        check(name, servers=servers, workers=workers)
 
 
 @pytest.mark.parametrize("seed", quick(range(3), [0]))

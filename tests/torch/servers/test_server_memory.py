@@ -2,6 +2,7 @@
 
 import gc
 import os
+import re
 import resource
 import threading
 from multiprocessing import get_context
@@ -213,6 +214,34 @@ def test_a_rank_without_memory_for_its_rows_says_so(tmp_path, monkeypatch):
         [said] = run_warm(pull_more_than_there_is_memory, 1)
 
     assert said == "rank 0 has no memory for what parameter server 0 sends"
+
+
+def push_more_than_a_server_has_memory(pid):
+    """Return what a rank says whose server has no memory for the gradient that it sends."""
+    rt = msrun.init({"servers": {"params": ["weight"], "shared_memory": False}})
+    model = rt.shard(nn.Linear(MIB, 16, bias=False))
+    update = rt.optimizer(torch.optim.SGD(model.parameters()))
+    loss = model(torch.ones(1, MIB)).sum()
+    loss.backward()
+    _, hard = resource.prlimit(pid, resource.RLIMIT_DATA)
+    resource.prlimit(pid, resource.RLIMIT_DATA, (fields_of(pid)["VmData"] + 16 * MIB, hard))
+    try:
+        update.step()
+    except MsrunError as error:
+        return f"{error} {error.hint}"
+    return ""
+
+
+def test_a_server_without_memory_for_gradients_is_named_by_the_rank_that_sends_them(
+    tmp_path, monkeypatch
+):
+    """ZeroMQ ends a connection of the server without a word, and makes it anew each time."""
+    with serving(tmp_path, monkeypatch, 1, 1) as job:
+        [said] = run_warm(push_more_than_a_server_has_memory, 1, job.processes[0].pid)
+
+    assert re.match(r"parameter server 0 takes no message of 6\d{7} bytes", said)
+    assert "each time that rank 0 sends it" in said
+    assert "--server-num" in said
 
 
 def fields_of(pid):

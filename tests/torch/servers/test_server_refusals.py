@@ -1,6 +1,7 @@
 """What parameter servers do not do is one sentence before training."""
 
 import re
+import warnings
 
 import pytest
 import torch
@@ -99,7 +100,7 @@ BOTH = {"servers": {"params": ["table.weight", "out.*"]}}
 STALE = {"servers": {"params": ["table.weight"], "sync": {"staleness": 1}}}
 
 
-def marked(_model):
+def marked():
     msrun.init().set_param_ps(nn.Linear(2, 1))
 
 
@@ -122,7 +123,7 @@ def relu():
 
 CASES = {
     "names no parameter of Tiny": ({"servers": {}}, Tiny, adamw, attach),
-    "set_param_ps: parallel has no servers": ({"servers": None}, Tiny, marked, attach),
+    "set_param_ps: parallel has no servers": ({"servers": None}, marked, adamw, attach),
     "set_param_ps: ReLU has no parameters": ({}, relu, adamw, attach),
     "'tables' matches nothing": ({"servers": {"params": ["tables"]}}, Tiny, adamw, attach),
     "table.weight is frozen": ({}, frozen, adamw, attach),
@@ -221,6 +222,25 @@ def test_a_job_without_servers_says_how_to_have_some(monkeypatch):
     [sentence] = run_warm(no_servers, 1)
 
     assert re.search("this job has no servers.*--server-num", sentence)
+
+
+def warned(config):
+    with warnings.catch_warnings(record=True) as caught:
+        warnings.simplefilter("always")
+        msrun.init(config).shard(nn.Linear(2, 1))
+    return [str(each.message) for each in caught if "parameter server" in str(each.message)]
+
+
+def test_servers_that_no_parameter_lives_on_are_warned_of(monkeypatch):
+    monkeypatch.setenv("MSRUN_SERVER_NUM", "2")
+
+    [said] = run_warm(warned, 1, {})
+    monkeypatch.delenv("MSRUN_SERVER_NUM")
+    [nothing] = run_warm(warned, 1, {})
+
+    [sentence] = said
+    assert "this job has 2 parameter server(s), and no parameter lives there: name some" in sentence
+    assert not nothing
 
 
 @pytest.mark.parametrize(

@@ -7,6 +7,9 @@ if only one without values: a rank whose samples used no row of a table takes pa
 The first norm that a script asks for measures all parameters at once: their gradients travel to the
 servers, which answer with norms of the sums of all ranks.  If nothing but factors has changed by
 the optimizer's step, the push says only these.
+
+After the optimizer's step gradients stay where they are, as torch leaves them: `zero_grad` drops
+them, or makes zeros of them with which the next step still decays weights and moves momentum.
 """
 
 from __future__ import annotations
@@ -97,6 +100,8 @@ class RemoteGradients:
         self._terms = terms
         self._client = client
         self._measured: _Measured | None = None
+        # Parameter -> its gradient, during the optimizer's step.
+        self._stepped: dict[str, Tensor | None] = {}
         # Number of the backward pass at whose end parameters get their gradients.
         self._running = -1
 
@@ -132,7 +137,10 @@ class RemoteGradients:
         self._running = -1
         self._measured = None
         for each in self._all:
-            if each.parameter.grad is None and each.parameter.requires_grad:
+            gradient = each.parameter.grad
+            if isinstance(gradient, ServerGradient):
+                gradient.part.norms = self  # it may be of the step before
+            elif gradient is None and each.parameter.requires_grad:
                 self.wrap(each.name, each.parameter)
 
     def wrap(self, name: str, parameter: Parameter) -> None:
@@ -140,7 +148,7 @@ class RemoteGradients:
         part = GradientPart(self, name, parameter.grad)
         parameter.grad = ServerGradient(part, parameter)
 
-    def changed(self) -> None:
+    def cleared(self, _part: GradientPart) -> None:
         """Forget norms."""
         self._measured = None
 
@@ -210,8 +218,9 @@ class RemoteGradients:
     # Steps.
 
     def take(self, options: Mapping[str, Mapping[str, Any]]) -> tuple[OutgoingPush | Commit, Any]:
-        """Return what to push, and the gradients of this rank; parameters have none afterwards."""
+        """Return what to push, and the gradients of this rank; parameters have none until `put`."""
         parts = self._parts()
+        self._stepped = {each.name: each.parameter.grad for each in self._all}
         for each in self._all:
             each.parameter.grad = None
         known, self._measured = self._measured, None
@@ -221,6 +230,43 @@ class RemoteGradients:
             return Commit(options, {n: f for n, f in factors.items() if f != 1.0}), changed
         gradients = self._outgoing(parts)
         return OutgoingPush(gradients, options, self._client().empty), gradients
+
+    def put(self) -> None:
+        """Give parameters back the gradients that `take` took, after the optimizer's step."""
+        stepped, self._stepped = self._stepped, {}
+        spent = _SpentNorms()
+        for each in self._all:
+            gradient = each.parameter.grad = stepped.get(each.name)
+            if isinstance(gradient, ServerGradient) and not self._terms.is_alone:
+                gradient.part.norms = spent
+
+
+class _SpentNorms:
+    """Refuses norms after the optimizer's step: the ranks need not take that one together.
+
+    Zeros are those of all ranks.
+    """
+
+    def __init__(self) -> None:
+        self._zeros: set[str] = set()
+
+    def norm(self, part: GradientPart, _order: float) -> float:
+        """Return 0 of a gradient that was made zero.
+
+        Raises:
+            ModelError: It was not.
+        """
+        if part.name in self._zeros:
+            return 0.0
+        raise ModelError(
+            f"{ROOT}.servers: the norm of the gradient of {part.name} is asked for after the "
+            "optimizer's step, when servers do not have that gradient any more",
+            hint="take norms between the backward pass and the optimizer's step",
+        )
+
+    def cleared(self, part: GradientPart) -> None:
+        """Note a gradient that is zero from now on."""
+        self._zeros.add(part.name)
 
 
 def _hooks(own: weakref.ref[RemoteGradients], name: str) -> tuple[Any, Any]:
@@ -255,7 +301,7 @@ class _NoNorms:
     def norm(self, part: GradientPart, _order: float) -> float:
         raise ModelError(f"{ROOT}.servers: nobody knows the norm of {part.name}")
 
-    def changed(self) -> None:
+    def cleared(self, _part: GradientPart) -> None:
         """There is nothing to forget."""
 
 

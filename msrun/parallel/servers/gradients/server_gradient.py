@@ -31,8 +31,8 @@ class KnownNorms(Protocol):
     def norm(self, part: GradientPart, order: float, /) -> float:
         """Return the norm of the sum of the parts of all ranks; all ranks together."""
 
-    def changed(self) -> None:
-        """Forget norms."""
+    def cleared(self, part: GradientPart, /) -> None:
+        """Forget norms: a gradient is zero from now on."""
 
 
 class GradientPart:
@@ -190,7 +190,7 @@ def _clear(_func: Any, _name: str, own: ServerGradient) -> ServerGradient:
     if own.part.values is not None:
         own.part.values = torch.zeros_like(own.part.values)
     own.part.factor = 1.0
-    own.part.norms.changed()
+    own.part.norms.cleared(own.part)
     return own
 
 
