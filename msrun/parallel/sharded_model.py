@@ -34,6 +34,7 @@ if TYPE_CHECKING:
     from msrun.parallel.losses.sample_dims import Known
     from msrun.parallel.pipeline.model import PipelineModel
     from msrun.parallel.servers.remote import RemoteParameters
+    from msrun.parallel.summands.late import LateSums
     from msrun.parallel.weights.origin import Origin
 
 Context = Callable[[], contextlib.AbstractContextManager[Any]]
@@ -201,6 +202,7 @@ class ShardedModel:
         host_step: Has steps overlap the next forward; None without `optimizer.offload: overlap`.
         origin: Names and library of the model before `shard`.
         remote: Parameters that live on servers; None without.
+        late: Takes summands of gradients in a step; None without an operator plan.
     """
 
     verifier: _Verifier | None = None
@@ -213,6 +215,7 @@ class ShardedModel:
     activations: Activations | None = None
     host_step: OverlappedStep | None = None
     known: Sequence[Known] = ()
+    late: LateSums | None = None
 
     def __init__(
         self,

@@ -179,8 +179,9 @@ def _gradients(
     # What is watched must be seen.
     seen = sharded.uncompiled() if looks else contextlib.nullcontext()
     in_step = sharded.batches.in_step() if sharded.batches else contextlib.nullcontext()
+    late = sharded.late.open(sharded.microbatches) if sharded.late else contextlib.nullcontext()
     try:
-        with sharded.hooks.suspended(), compared, seen, in_step:
+        with sharded.hooks.suspended(), compared, seen, in_step, late:
             tally = train(context, sharded, ranks, loss_fn, values, looks=looks)
     finally:
         context.batch.parts = 1
@@ -380,6 +381,8 @@ def _may_look(sharded: ShardedModel, tally: LossTally, parts: int, known: int) -
 def _differentiate(sharded: ShardedModel, objective: Tensor) -> None:
     if sharded.order:
         sharded.order.joins.note_loss(objective)
+    if sharded.late:
+        sharded.late.begin(objective)
     objective.backward()
 
 
