@@ -69,6 +69,7 @@ if TYPE_CHECKING:
     from msrun.parallel.deferred.fill import Weights
     from msrun.parallel.host.overlapped_step import OverlappedStep
     from msrun.parallel.images.apply import Images
+    from msrun.parallel.summands.late import LateSums
     from msrun.parallel.tensor.guard import Guard
 
 
@@ -408,6 +409,7 @@ def _make_parallel(
     )
     state.sequences, state.copies = sequences, _copies(config, context, guard)
     state.activations, state.host_step = offload, _host_step(config, model)
+    state.late = _late_sums(config, guard, zero)
     return state
 
 
@@ -440,6 +442,21 @@ def _copies(config: ParallelConfig, context: RankContext, guard: Guard | None) -
     from msrun.parallel.copies.group import Copies
 
     return Copies(config.copies, context.device, [(guard, "shared")])
+
+
+def _late_sums(
+    config: ParallelConfig, guard: Guard | None, zero: reductions.Zero | None
+) -> LateSums | None:
+    """Have summands of gradients wait for the end of a step, where nothing reads them before.
+
+    Stages and ZeRO read them during the backward pass.
+    """
+    if guard is None or config.pipeline or zero:
+        return None
+    from msrun.parallel.summands.late import LateSums
+
+    guard.late = LateSums()
+    return guard.late
 
 
 def _host_step(config: ParallelConfig, model: nn.Module) -> OverlappedStep | None:

@@ -36,6 +36,7 @@ if TYPE_CHECKING:
     from msrun.parallel.pipeline.model import PipelineModel
     from msrun.parallel.rank_context import RankContext
     from msrun.parallel.servers.remote import RemoteParameters
+    from msrun.parallel.summands.late import LateSums
     from msrun.parallel.weights.origin import Origin
 
 Context = Callable[[], contextlib.AbstractContextManager[Any]]
@@ -204,6 +205,7 @@ class ShardedModel:
         host_step: Has steps overlap the next forward; None without `optimizer.offload: overlap`.
         origin: Names and library of the model before `shard`.
         remote: Parameters that live on servers; None without.
+        late: Takes summands of gradients in a step; None without an operator plan.
     """
 
     verifier: _Verifier | None = None
@@ -216,6 +218,7 @@ class ShardedModel:
     activations: Activations | None = None
     host_step: OverlappedStep | None = None
     known: Sequence[Known] = ()
+    late: LateSums | None = None
 
     def __init__(
         self,
@@ -304,6 +307,23 @@ class ShardedModel:
         if self._micro_batches and not by_script:
             paused.append(partial(self._micro_batches.before_last, self.model()))
         return entered(paused)
+
+    def in_step(self, *, looks: bool) -> contextlib.ExitStack:
+        """Return an entered context of the forward and backward passes of a step.
+
+        Args:
+            looks: Whether the step looks at what the model does.
+        """
+        contexts: list[Context] = [self.hooks.suspended, self.decisions.in_step]
+        if self.order:
+            contexts.append(self.order.compared_later)
+        if looks or self.decisions.lines:  # what is watched must be seen
+            contexts.append(self.uncompiled)
+        if self.batches:
+            contexts.append(self.batches.in_step)
+        if self.late:
+            contexts.append(partial(self.late.open, self.microbatches))
+        return entered(contexts)
 
     def completed(self) -> contextlib.ExitStack:
         """Return an entered context of one backward pass, at whose end gradients are reduced."""

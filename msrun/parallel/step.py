@@ -6,7 +6,6 @@ reduces them.  `losses` adds up the loss over micro-batches and ranks.
 
 from __future__ import annotations
 
-import contextlib
 from collections.abc import Callable, Collection, Sequence
 from dataclasses import replace
 from functools import partial
@@ -177,13 +176,8 @@ def _gradients(
     order = sharded.order
     if order:
         order.joins.begin()
-    compared = order.compared_later() if order else contextlib.nullcontext()
-    # What is watched must be seen.
-    is_seen = looks or sharded.decisions.lines
-    seen = sharded.uncompiled() if is_seen else contextlib.nullcontext()
-    in_step = sharded.batches.in_step() if sharded.batches else contextlib.nullcontext()
     try:
-        with sharded.hooks.suspended(), compared, seen, in_step, sharded.decisions.in_step():
+        with sharded.in_step(looks=looks):
             tally = train(context, sharded, ranks, loss_fn, values, looks=looks)
     finally:
         context.batch.parts = 1
@@ -383,6 +377,8 @@ def _may_look(sharded: ShardedModel, tally: LossTally, parts: int, known: int) -
 def _differentiate(sharded: ShardedModel, objective: Tensor) -> None:
     if sharded.order:
         sharded.order.joins.note_loss(objective)
+    if sharded.late:
+        sharded.late.begin(objective)
     objective.backward()
 
 

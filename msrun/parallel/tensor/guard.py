@@ -59,6 +59,7 @@ from msrun.errors import ModelError
 from msrun.parallel import torch_compat
 from msrun.parallel.foreach.own_functions import apply_whole
 from msrun.parallel.losses.batch import tensors_in
+from msrun.parallel.summands.late import LateSums
 from msrun.parallel.tensor import (
     along,
     channels,
@@ -122,6 +123,7 @@ class Guard(TorchFunctionMode):
         shared: Of the innermost `active`, the module input that was placed last, if any, so that
             modules with one input place it once; None outside.  A region that may be recomputed
             has its own, so that it finds the same again.
+        late: Takes summands of gradients of parameters; None has them added up at once.
     """
 
     def __init__(self, mesh: DeviceMesh, place: str | None = None) -> None:
@@ -130,6 +132,7 @@ class Guard(TorchFunctionMode):
         self.draw = _draw
         self.has_loss = False
         self.shared: list[Any] | None = None
+        self.late: LateSums | None = None
         self._regions: weakref.WeakSet[Any] = weakref.WeakSet()
         self._views = guard_refusals.Views()
         self._mesh = mesh
@@ -139,14 +142,12 @@ class Guard(TorchFunctionMode):
         self._special = self._implementations()
 
     def __getstate__(self) -> dict[str, Any]:
-        passing = ("shared", "_regions", "_special", "_views")
+        passing = ("shared", "late", "_regions", "_special", "_views")
         return {name: value for name, value in vars(self).items() if name not in passing}
 
     def __setstate__(self, state: dict[str, Any]) -> None:
-        vars(self).update(
-            state, shared=None, _regions=weakref.WeakSet(), _views=guard_refusals.Views()
-        )
-        self._special = self._implementations()
+        vars(self).update(state, shared=None, late=None, _regions=weakref.WeakSet())
+        self._views, self._special = guard_refusals.Views(), self._implementations()
 
     def _implementations(self) -> dict[Function, Function]:
         """Return what runs instead of each function that has a form of ours."""
@@ -214,9 +215,7 @@ class Guard(TorchFunctionMode):
         if self._views and name not in INSPECTING:
             self._views.watch(name, args, kwargs, self._place)
         if name in INSPECTING or not _has_dtensor(args, kwargs):
-            if (
-                name == "__set__" and self.shared
-            ):  # as in `x.data = y`, which no version counter shows
+            if name == "__set__" and self.shared:  # such as `x.data = y`, which counts as no write
                 self.shared.clear()
             return func(*args, **kwargs)
         is_safe = name in VERIFIED and func not in self._special and not self._place
@@ -275,7 +274,7 @@ class Guard(TorchFunctionMode):
         if isinstance(value, Tensor):
             if refuse := getattr(value, "refuse_values", None):  # it has rows of a table alone
                 refuse("a function")
-            return on_mesh(value, self._mesh, self._replicated)
+            return on_mesh(value, self._mesh, self._replicated, self.late)
         if isinstance(value, _SEQUENCES) and _dtensors(value):
             return type(value)(map(self._as_dtensor, value))
         return value

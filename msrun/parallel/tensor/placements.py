@@ -10,7 +10,8 @@ from __future__ import annotations
 
 import math
 from collections.abc import Iterable, Sequence
-from typing import Any
+from functools import partial
+from typing import Any, cast
 
 import torch
 from torch import Tensor
@@ -18,6 +19,7 @@ from torch.autograd import Function
 from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.tensor import DTensor, Partial, Replicate, Shard
 from torch.distributed.tensor.placement_types import Placement
+from torch.nn import Parameter
 
 from msrun.errors import ConfigError
 from msrun.parallel import torch_compat
@@ -25,6 +27,7 @@ from msrun.parallel.collectives import all_gather, all_reduce, reduce_scatter
 from msrun.parallel.copies import turns
 from msrun.parallel.notation.dims import axes_of_dims, dim_of
 from msrun.parallel.settings.plan_rules import Dim
+from msrun.parallel.summands.late import LateSums
 from msrun.parallel.tensor.plan import ModulePlan
 from msrun.parallel.torch_compat import parts_before, strided_shard
 
@@ -95,7 +98,12 @@ def packed_axis(placed: Sequence[Placement]) -> int | None:
     return None
 
 
-def on_mesh(part: Tensor, mesh: DeviceMesh, placed: Sequence[Placement]) -> DTensor:
+def on_mesh(
+    part: Tensor,
+    mesh: DeviceMesh,
+    placed: Sequence[Placement],
+    late: LateSums | None = None,
+) -> DTensor:
     """Return the DTensor whose part on this rank is `part`; gradients of gradients are right, too.
 
     `DTensor.from_local` drops gradients of gradients where the first gradient is partial, without
@@ -105,9 +113,12 @@ def on_mesh(part: Tensor, mesh: DeviceMesh, placed: Sequence[Placement]) -> DTen
         part: This rank's part, of the size that the placements give.
         mesh: Mesh of the tensor.
         placed: Placements, of dims that count from 0; none is partial.
+        late: Takes summands of the gradient of a parameter; None has them added up at once.
     """
+    late = late if late is not None and late.takes(part) else None
     # Other copies compute in backward, too, while the gradient is on its way.
-    found: DTensor = _OnMesh.apply(part, mesh, tuple(placed), turns.is_in_copy())  # type: ignore[no-untyped-call]
+    is_async = turns.is_in_copy()
+    found: DTensor = _OnMesh.apply(part, mesh, tuple(placed), is_async, late)  # type: ignore[no-untyped-call]
     return found
 
 
@@ -187,29 +198,39 @@ def _axes(dim: Dim) -> tuple[str, ...]:
 
 class _OnMesh(Function):
     @staticmethod
-    def forward(
+    def forward(  # noqa: PLR0917 - autograd takes no names
         ctx: Any,
         part: Tensor,
         mesh: DeviceMesh,
         placed: tuple[Placement, ...],
         is_async: bool,  # noqa: FBT001
+        late: LateSums | None,
     ) -> DTensor:
         ctx.set_materialize_grads(False)
         ctx.placed, ctx.is_async = placed, is_async
+        ctx.late, ctx.keep = late, late and partial(late.keep, cast("Parameter", part))
         return _SPECS.tensor(part.view_as(part), mesh, placed)
 
     @staticmethod
     def backward(ctx: Any, gradient: DTensor | None) -> tuple[Tensor | None, ...]:
-        if gradient is None:
-            return None, None, None, None
+        part = None if gradient is None else _OnMesh._part(ctx, gradient)
+        if ctx.late is not None:
+            ctx.late.passed()
+        return part, None, None, None, None
+
+    @staticmethod
+    def _part(ctx: Any, gradient: DTensor) -> Tensor | None:
+        """Return the gradient of the part; None if it waits for the end of the step."""
         if gradient.placements == ctx.placed:
-            return part_of(gradient), None, None, None
+            return part_of(gradient)
         axis = None if ctx.is_async else _summed_axis(gradient, ctx.placed)
         if axis is not None:
-            sums = gradient.device_mesh.get_group(axis)
-            return all_reduce(torch_compat.local_tensor(gradient), sums), None, None, None
-        gradient = gradient.redistribute(placements=ctx.placed, async_op=ctx.is_async)
-        return part_of(gradient), None, None, None
+            summand = torch_compat.local_tensor(gradient)
+            group = gradient.device_mesh.get_group(axis)
+            if ctx.keep and ctx.keep(summand, group):
+                return None
+            return all_reduce(summand, group)
+        return part_of(gradient.redistribute(placements=ctx.placed, async_op=ctx.is_async))
 
 
 def _summed_axis(gradient: DTensor, wanted: tuple[Placement, ...]) -> int | None:
