@@ -305,7 +305,7 @@ class ParallelConfig(ConfigSection, frozen=True, kw_only=True):
                 raise ValueError(f"verify: {sentence}")
 
     def _check_precision(self) -> None:
-        """Refuse what has types of its own, or was not compared."""
+        """Refuse what has types of its own, or is not composed."""
         mesh = {} if isinstance(self.mesh, str) else self.mesh
         exchanging = (*_EXCHANGING_AXES, *image_axes(self.data))
         axes = [axis for axis in exchanging if mesh.get(axis, 1) != 1]
@@ -314,7 +314,7 @@ class ParallelConfig(ConfigSection, frozen=True, kw_only=True):
                 raise ValueError(
                     f"{key}: mode auto runs operators in the types of the model (choose semi_auto)"
                 )
-            if axes:
+            if axes and key != "precision":
                 raise ValueError(f"{key}: was not compared over the axis {axes[0]} (leave out one)")
         if self.precision and self.optimizer.dtype:
             raise ValueError(

@@ -41,6 +41,7 @@ from torch.nn import functional
 from torch.overrides import TorchFunctionMode
 
 from msrun.errors import ModelError
+from msrun.parallel.autocast.casts import as_factor
 from msrun.parallel.collectives import all_gather
 from msrun.parallel.context.attention import Attention, by_heads
 from msrun.parallel.context.documents import FINDERS, Documents
@@ -361,7 +362,8 @@ class Sequences(TorchFunctionMode):
             rows=rows,
             documents=self._documents if self._has_documents and mask is None else None,
         )
-        return (around if self._is_ring(query) else by_heads)(ask, query, key, value)
+        attention = around if self._is_ring(query) else by_heads
+        return attention(ask, as_factor(query), as_factor(key), as_factor(value))
 
     def _is_over_tokens(self, watch: TokenWatch, query: Tensor, key: Tensor, value: Tensor) -> bool:
         """Return whether tokens attend to tokens, and not each by itself or something else."""

@@ -242,10 +242,6 @@ def test_what_would_train_wrongly_is_refused():
                 "are compared)"
             ),
         ),
-        (
-            {"precision": "bf16", "mesh": {"dp": -1, "ep": 2}},
-            "precision: was not compared over the axis ep (leave out one)",
-        ),
         ({"precision": "fp8"}, "precision: 'fp8' is not known (choose bf16, fp16)"),
         (
             {"compile": {"modules": []}},
