@@ -587,7 +587,10 @@ def _check_gradients(
         if gradient.is_sparse:
             sparse(param._param_fqn)  # noqa: SLF001
         types = gradient.dtype, param.sharded_param.dtype
-        if types != (param.param_dtype or type_of, type_of):
+        expected = param.param_dtype or type_of
+        if param.unsharded_accumulated_grad is not None:  # over micro-batches
+            expected = param.reduce_dtype or expected
+        if types != (expected, type_of):
             changed(param._param_fqn)  # noqa: SLF001
     having = [p._param_fqn for p in group.fsdp_params if _has_gradient(p)]  # noqa: SLF001
     if not (group.reduce_grads and having):

@@ -66,14 +66,15 @@ def gap(found, exact):
 
 
 def assert_as_near(found, exact, *others):
-    """Check that ranks round as others do: as near to float32, and no nearer by much.
+    """Check that ranks round as others do: as near to float32, and not as if it was that.
 
     Args:
         found: Losses and gradients of a rank.
         exact: Of one process in float32.
-        others: Of one process in the same precision, or of ranks with whole samples.
+        others: Of one process in the same precision; of ranks with whole samples, too.
     """
     losses, gradients = found
     near = [gap({name: of[name] for name in gradients}, exact[1]) for _, of in others]
-    assert losses == pytest.approx(others[0][0], abs=0.02)
-    assert min(near) / 3 < gap(gradients, exact[1]) < 1.5 * max(near)
+    assert losses == pytest.approx(others[-1][0], abs=0.02)
+    # Roundings differ by chance; an exchange that is wrong makes it about 1.
+    assert 1e-5 < gap(gradients, exact[1]) < 3 * max(near)

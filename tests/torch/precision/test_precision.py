@@ -45,6 +45,8 @@ LAYOUTS = {
     "dp": {},
     "micro-batches": {"accumulate": 2},
     "zero 1": {"optimizer": {"zero": 1}},
+    "zero 1 over micro-batches": {"optimizer": {"zero": 1}, "accumulate": 2},
+    "zero 2 over micro-batches": {"optimizer": {"zero": 2}, "accumulate": 2},
     "zero 3": {"optimizer": {"zero": 3}, "accumulate": 2},
     "zero 3 with a threshold": {"optimizer": {"zero": 3, "threshold": 128}},
     "tp": {"mesh": {"tp": 4}, "plan": TENSOR},

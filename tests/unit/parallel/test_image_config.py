@@ -61,11 +61,7 @@ ON_A_MESH = [
     ({"mesh": {"h": 8}}, "parallel.mesh.h: no rule of parallel.plan uses this axis"),
     (
         {**HEIGHT, "float8": {"modules": ["*"]}},
-        "parallel.float8: was not compared over the axis h",
-    ),
-    (
-        {**HEIGHT, "compile": {"modules": ["*"]}},
-        "parallel.compile: was not compared over the axis h",
+        "parallel: float8: was not compared over the axis h",
     ),
 ]
 
