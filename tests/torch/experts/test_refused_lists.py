@@ -238,7 +238,10 @@ BESIDE = {
     "dropout": ({"dropout": "exact"}, f"dropout: exact draws masks of samples, and not of {LIST}"),
     "compile": (
         {"compile": {"modules": ["layers.*"]}},
-        "compile: was not compared over the axis ep (leave out one)",
+        (
+            "compile.modules: layers.0 contains layers.0.mlp.experts, which the plan divides, and "
+            "the compiler follows no divided tensors"
+        ),
     ),
 }
 
