@@ -305,17 +305,17 @@ class ParallelConfig(ConfigSection, frozen=True, kw_only=True):
                 raise ValueError(f"verify: {sentence}")
 
     def _check_precision(self) -> None:
-        """Refuse what has types of its own, or was not compared."""
-        mesh = {} if isinstance(self.mesh, str) else self.mesh
-        exchanging = (*_EXCHANGING_AXES, *image_axes(self.data))
-        axes = [axis for axis in exchanging if mesh.get(axis, 1) != 1]
+        """Refuse what has types of its own, or is not composed."""
         for key in (key for key in ("precision", "float8", "compile") if getattr(self, key)):
             if self.mode == "auto":
                 raise ValueError(
                     f"{key}: mode auto runs operators in the types of the model (choose semi_auto)"
                 )
-            if axes:
-                raise ValueError(f"{key}: was not compared over the axis {axes[0]} (leave out one)")
+        mesh = {} if isinstance(self.mesh, str) else self.mesh
+        exchanging = (*_EXCHANGING_AXES, *image_axes(self.data))
+        axes = [axis for axis in exchanging if mesh.get(axis, 1) != 1]
+        if self.float8 and axes:
+            raise ValueError(f"float8: was not compared over the axis {axes[0]} (leave out one)")
         if self.precision and self.optimizer.dtype:
             raise ValueError(
                 f"precision: {self.precision} chooses optimizer.dtype, which is "

@@ -35,10 +35,13 @@ def has_parts(tensor: Tensor) -> bool:
 
     A tensor with few rows is whole on each rank, and has none.
     """
+    return is_image(tensor) and bool(tensor.is_in_parts)  # type: ignore[attr-defined]
+
+
+def is_image(tensor: Tensor) -> bool:
+    """Return whether `tensor` is of images that ranks divide."""
     module = sys.modules.get("msrun.parallel.images.image_tensor")
-    if module is None or not isinstance(tensor, module.ImageTensor):
-        return False
-    return bool(tensor.is_in_parts)
+    return module is not None and isinstance(tensor, module.ImageTensor)
 
 
 def on_parts(image: Tensor, change: Callable[[Tensor], Tensor]) -> Tensor:

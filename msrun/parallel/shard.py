@@ -592,7 +592,7 @@ def _change_modules(
         float8.apply(model, names, config.float8, context.device)
     if config.compile:
         names = [name for name in resolved.compiled if name in own]
-        compiled.apply(model, names, config.compile.mode, switch)
+        compiled.apply(model, names, config.compile.mode, switch, _apart(sequences))
     if config.recompute:
         recomputed = [name for name in resolved.recomputed if name in own]
         recompute.apply(model, recomputed, config.recompute.save, partial(entered, inside))
@@ -606,6 +606,19 @@ def _outside_of_guard(sequences: Sequences | Images | None) -> list[Context]:
     from msrun.parallel.context.sequences import Sequences
 
     return [sequences.repeated] if isinstance(sequences, Sequences) else []
+
+
+def _apart(
+    sequences: Sequences | Images | None,
+) -> Callable[[str, nn.Module], compiled.Apart] | None:
+    """Return what has a module run apart from parts of sequences; None without these."""
+    from msrun.parallel.context.sequences import Sequences
+
+    if not isinstance(sequences, Sequences):
+        return None
+    from msrun.parallel.context.apart import Apart
+
+    return partial(Apart, sequences)
 
 
 def _share_experts(

@@ -587,7 +587,10 @@ def _check_gradients(
         if gradient.is_sparse:
             sparse(param._param_fqn)  # noqa: SLF001
         types = gradient.dtype, param.sharded_param.dtype
-        if types != (param.param_dtype or type_of, type_of):
+        expected = param.param_dtype or type_of
+        if param.unsharded_accumulated_grad is not None:  # over micro-batches
+            expected = param.reduce_dtype or expected
+        if types != (expected, type_of):
             changed(param._param_fqn)  # noqa: SLF001
     having = [p._param_fqn for p in group.fsdp_params if _has_gradient(p)]  # noqa: SLF001
     if not (group.reduce_grads and having):
@@ -712,6 +715,38 @@ def _compiling_in(make: Callable[[], AbstractContextManager[Any]]) -> Iterator[N
         yield
     finally:
         utils.setup_compilation_env = plain
+
+
+@contextmanager
+def without_mode(mode: TorchFunctionMode) -> Iterator[None]:
+    """Leave the function mode `mode` inside, and no other."""
+    from torch import overrides
+
+    modes = overrides._get_current_function_mode_stack()  # noqa: SLF001 - there is no public form
+    if not any(active is mode for active in modes):
+        yield
+        return
+    _replace_modes([active for active in modes if active is not mode])
+    try:
+        yield
+    finally:
+        _replace_modes(modes)
+
+
+def compiled_whole(
+    forward: Callable[..., Any], mode: str, look: Callable[[Any], None]
+) -> Callable[..., Any]:
+    """Return `forward`, compiled to one graph, each of which `look` gets before torch's compiler.
+
+    `torch.compile` takes a mode for its own compiler alone.
+    """
+    compile_graph = torch._TorchCompileInductorWrapper(mode, None, None)  # noqa: SLF001
+
+    def looking(graph: Any, inputs: Any) -> Any:
+        look(graph)
+        return compile_graph(graph, inputs)
+
+    return torch.compile(forward, backend=looking, fullgraph=True)
 
 
 def _watches() -> list[Any]:
@@ -1305,6 +1340,12 @@ def is_of_compiler(error: BaseException) -> bool:
     """Return whether the compiler raised `error`: it cannot follow what it was to compile."""
     exc = sys.modules.get("torch._dynamo.exc")
     return exc is not None and isinstance(error, exc.TorchDynamoException)
+
+
+def breaks_graph(error: BaseException) -> bool:
+    """Return whether the compiler raised `error` where it was to make a single graph."""
+    exc = sys.modules.get("torch._dynamo.exc")
+    return exc is not None and isinstance(error, exc.Unsupported)
 
 
 def count_hooks(module: nn.Module) -> int:

@@ -35,10 +35,12 @@ from msrun.parallel.torch_compat import (
     as_plain_tensors,
     before_gathers,
     begin_units,
+    breaks_graph,
     call_of,
     calls_replaced,
     checkpointed,
     compiled_again,
+    compiled_whole,
     dispatching,
     eagerly,
     empty_wrapper,
@@ -91,6 +93,7 @@ from msrun.parallel.torch_compat import (
     watch_units,
     without_dispatch_in_branches,
     without_forward_hooks,
+    without_mode,
     without_stack_traces,
     write_count,
     written_arguments,
@@ -298,16 +301,19 @@ def test_specs_of_shards_are_those_of_torch():
     assert run_ranks(_specs, 2) == 2 * [11 * [True]]
 
 
+class Seen(TorchFunctionMode):
+    """Counts functions."""
+
+    def __init__(self):
+        super().__init__()
+        self.count = 0
+
+    def __torch_function__(self, func, types, args=(), kwargs=None):
+        self.count += 1
+        return func(*args, **(kwargs or {}))
+
+
 def test_functions_are_unseen_by_a_mode_that_is_alone():
-    class Seen(TorchFunctionMode):
-        def __init__(self):
-            super().__init__()
-            self.count = 0
-
-        def __torch_function__(self, func, types, args=(), kwargs=None):
-            self.count += 1
-            return func(*args, **(kwargs or {}))
-
     one, other = Seen(), Seen()
     with one, unseen_by(one):
         torch.ones(1).add(1)
@@ -315,6 +321,43 @@ def test_functions_are_unseen_by_a_mode_that_is_alone():
     with other, one, unseen_by(one):
         torch.ones(1).add(1)
     assert one.count == other.count > 0
+
+
+def test_one_mode_of_several_is_left():
+    one, other = Seen(), Seen()
+    with one, other:
+        with without_mode(one):
+            torch.ones(1).add(1)
+        assert one.count == 0 < other.count
+        torch.ones(1).add(1)
+    assert one.count > 0
+    with without_mode(one):  # that is not on
+        torch.ones(1).add(1)
+
+
+@pytest.mark.slow
+@pytest.mark.own_process
+@pytest.mark.filterwarnings("ignore")  # of torch, while it compiles
+def test_a_function_is_compiled_to_one_graph_that_is_looked_at():
+    seen = []
+
+    def both(x):
+        return functional.gelu(x) + torch.arange(3)
+
+    run = compiled_whole(both, "default", seen.append)
+    x = torch.randn(3)
+    torch.testing.assert_close(run(x), both(x))
+    (graph,) = seen
+    assert torch.arange in [node.target for node in graph.graph.nodes]
+
+    def broken(x):
+        torch._dynamo.graph_break()
+        return x + 1
+
+    with pytest.raises(RuntimeError) as caught:
+        compiled_whole(broken, "default", seen.append)(x)
+    assert breaks_graph(caught.value)
+    assert not breaks_graph(ValueError())
 
 
 def _functional():

@@ -14,6 +14,7 @@ from __future__ import annotations
 import math
 from collections.abc import Sequence
 from dataclasses import dataclass
+from typing import Any
 
 import torch
 import torch.distributed as dist
@@ -47,6 +48,19 @@ class Attention:
     keys: Tensor | None
     rows: Tensor | None = None
     documents: Documents | None = None
+
+
+def attention_arguments(  # noqa: PLR0917 - as of torch
+    query: Tensor,
+    key: Tensor,
+    value: Tensor,
+    attn_mask: Tensor | None = None,
+    dropout_p: float = 0.0,
+    is_causal: bool = False,  # noqa: FBT001, FBT002 - as of torch
+    **_: Any,
+) -> tuple[Tensor, Tensor, Tensor, Tensor | None, float, bool]:
+    """Return the arguments of a call, in the order of torch."""
+    return query, key, value, attn_mask, dropout_p, is_causal
 
 
 def by_heads(ask: Attention, query: Tensor, key: Tensor, value: Tensor) -> Tensor:

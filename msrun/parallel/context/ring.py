@@ -14,6 +14,9 @@ first step ranks exchange halves of their parts: of 2 n chunks in order rank r c
 2 n - 1 - r, and each step costs all of them the same.  Outputs go back the same way.  The model
 itself sees consecutive tokens: positions are a range, and a cut into parts stays one.
 
+Types.  Queries, keys and values that autocast or the model has in bfloat16 travel so; scores,
+softmax statistics, outputs and gradients are added up in float32, and gradients travel so.
+
 Bytes that a rank sends: forward (n - 1) (K + V), backward (n - 1) (K + V) + n (K + V); with
 `is_causal` also up to Q + K + V + O for the halves, forward and backward.
 
@@ -33,6 +36,7 @@ import torch.distributed as dist
 from torch import Tensor
 from torch.autograd import Function
 
+from msrun.parallel.autocast.casts import uncast, wide
 from msrun.parallel.collectives import all_gather
 from msrun.parallel.context.attention import Attention
 from msrun.parallel.torch_compat import functional_collective
@@ -47,7 +51,7 @@ def around(ask: Attention, query: Tensor, key: Tensor, value: Tensor) -> Tensor:
     keys = None if ask.keys is None else all_gather(ask.keys, ask.group, -1)
     keys = keys if ask.rows is None else ask.rows
     if keys is not None and keys.dtype == torch.bool:
-        added = torch.zeros(keys.shape, dtype=_wide(query), device=keys.device)
+        added = torch.zeros(keys.shape, dtype=wide(query), device=keys.device)
         keys = added.masked_fill(~keys, -math.inf)
     tensors = [query, key, value]
     if ask.is_causal:
@@ -158,14 +162,15 @@ class _Ring(Function):
         scale: float,
     ) -> Tensor:
         ranks, rank = group.size(), group.rank()
-        output = query.new_zeros(*query.shape[:-1], value.shape[-1], dtype=_wide(query))
+        output = query.new_zeros(*query.shape[:-1], value.shape[-1], dtype=wide(query))
         lse = output.new_full(query.shape[:-1], -math.inf)
         for source, (k, v) in _travelling((key, value), group):
             blocks = blocks_of(rank, source, ranks, key.shape[_TOKENS], is_causal=is_causal)
             for block in blocks:
                 for rows, columns, hidden in _pieces(block, keys, numbers, query):
-                    scores = _scores(query[:, :, rows], k[:, :, columns], scale, hidden)
-                    _join(output[:, :, rows], lse[:, :, rows], scores, v[:, :, columns])
+                    with uncast(query):  # scores are as wide as what they are added up to
+                        scores = _scores(query[:, :, rows], k[:, :, columns], scale, hidden)
+                        _join(output[:, :, rows], lse[:, :, rows], scores, v[:, :, columns])
         result = output.to(query.dtype)
         ctx.save_for_backward(query, key, value, keys, numbers, result, lse)
         ctx.how = group, is_causal, scale
@@ -175,17 +180,18 @@ class _Ring(Function):
     def backward(ctx: Any, gradient: Tensor) -> tuple[Tensor | None, ...]:
         query, key, value, keys, numbers, output, lse = ctx.saved_tensors
         group, is_causal, scale = ctx.how
-        ranks, rank, wide = group.size(), group.rank(), _wide(query)
-        delta = (gradient.to(wide) * output.to(wide)).sum(-1, keepdim=True)
-        of_query = torch.zeros_like(query, dtype=wide)
-        sums = [torch.zeros_like(x, dtype=wide) for x in (key, value)]
+        ranks, rank, kind = group.size(), group.rank(), wide(query)
+        delta = (gradient.to(kind) * output.to(kind)).sum(-1, keepdim=True)
+        of_query = torch.zeros_like(query, dtype=kind)
+        sums = [torch.zeros_like(x, dtype=kind) for x in (key, value)]
         for source, (k, v) in _travelling((key, value), group):
             blocks = blocks_of(rank, source, ranks, key.shape[_TOKENS], is_causal=is_causal)
             for block in blocks:
                 for rows, columns, hidden in _pieces(block, keys, numbers, query):
                     part = (query[:, :, rows], k[:, :, columns], v[:, :, columns])
-                    seen = (lse[:, :, rows], delta[:, :, rows], gradient[:, :, rows].to(wide))
-                    found = _gradients(part, seen, scale, hidden)
+                    seen = (lse[:, :, rows], delta[:, :, rows], gradient[:, :, rows].to(kind))
+                    with uncast(query):
+                        found = _gradients(part, seen, scale, hidden)
                     of_query[:, :, rows] += found[0]
                     sums[0][:, :, columns] += found[1]
                     sums[1][:, :, columns] += found[2]
@@ -193,11 +199,6 @@ class _Ring(Function):
             sums = _Transfer(sums, group).wait()
         of_inputs = (x.to(query.dtype) for x in (of_query, *sums))
         return (*of_inputs, None, None, None, None, None)
-
-
-def _wide(x: Tensor) -> torch.dtype:
-    """Return the type in which blocks are added."""
-    return torch.promote_types(x.dtype, torch.float32)
 
 
 class _Transfer:
@@ -288,7 +289,7 @@ def _grouped(query: Tensor, key: Tensor) -> tuple[Tensor, Tensor]:
 
 def _scores(query: Tensor, key: Tensor, scale: float, hidden: Tensor | None) -> Tensor:
     """Return scores of (samples, heads, queries, keys)."""
-    queries, keys = _grouped(query.to(_wide(query)), key.to(_wide(key)))
+    queries, keys = _grouped(query.to(wide(query)), key.to(wide(key)))
     scores = (queries @ keys.mT).flatten(1, 2) * scale
     return scores if hidden is None else scores + hidden.to(scores)
 
@@ -312,7 +313,7 @@ def _gradients(
     hidden: Tensor | None,
 ) -> tuple[Tensor, Tensor, Tensor]:
     """Return the gradients of queries, keys and values of one block."""
-    query, key, value = (x.to(_wide(x)) for x in part)
+    query, key, value = (x.to(wide(x)) for x in part)
     lse, delta, gradient = seen
     base = lse.masked_fill(lse == -math.inf, 0.0).unsqueeze(-1)
     weights = (_scores(query, key, scale, hidden) - base).exp()

@@ -41,12 +41,14 @@ from torch.nn import functional
 from torch.overrides import TorchFunctionMode
 
 from msrun.errors import ModelError
+from msrun.parallel.autocast.casts import as_factor
 from msrun.parallel.collectives import all_gather
-from msrun.parallel.context.attention import Attention, by_heads
+from msrun.parallel.config import ROOT
+from msrun.parallel.context.attention import Attention, attention_arguments, by_heads
 from msrun.parallel.context.documents import FINDERS, Documents
 from msrun.parallel.context.masks import SequencePart
 from msrun.parallel.context.parts import Cut, cut_batch
-from msrun.parallel.context.positions import first_rows, range_of
+from msrun.parallel.context.positions import first_rows, range_of, with_rows
 from msrun.parallel.context.ring import around
 from msrun.parallel.context.token_calls import TokenPlace
 from msrun.parallel.context.token_watch import TokenWatch
@@ -101,6 +103,7 @@ class Sequences(TorchFunctionMode):
         # Whether attention of something else than tokens was seen, so that shapes do not tell.
         self._has_others = False
         self._watched: set[bool] = set()
+        self._has_apart = False
         # Calls that make positions, and calls of the same functions that do not.
         self._positions: set[Any] = set()
         self._plain: set[Any] = set()
@@ -117,6 +120,36 @@ class Sequences(TorchFunctionMode):
                 forward = module.forward
                 inside = _Inside(self, forward, is_matched=name in names)
                 module.forward = update_wrapper(inside, forward)
+
+    @property
+    def is_followed(self) -> bool:
+        """Whether functions of the model are looked at now."""
+        return self._active_watch() is not None
+
+    def leave_out(self, module: nn.Module) -> None:
+        """Have `module` and those inside enter this mode no more by themselves."""
+        self._has_apart = True
+        for part in module.modules():
+            if isinstance(inside := vars(part).get("forward"), _Inside):
+                part.forward = inside.plain
+
+    @contextlib.contextmanager
+    def apart(self, name: str) -> Iterator[None]:
+        """Refuse inside, in the module `name`, what is of the tokens of all ranks."""
+        before = getattr(self._local, "apart", "")
+        self._local.apart = name
+        try:
+            yield
+        finally:
+            self._local.apart = before
+
+    def takes_first_rows(self, x: Tensor, items: tuple[Any, ...]) -> bool:
+        """Return whether an index takes as many first rows of `x` as this part has tokens."""
+        return first_rows(x, items, self._tokens, self._ranks.size) is not None
+
+    def _refuse_apart(self, what: str) -> None:
+        if name := getattr(self._local, "apart", ""):
+            raise apart_refusal(name, what)
 
     @property
     def _is_training(self) -> bool:
@@ -167,6 +200,12 @@ class Sequences(TorchFunctionMode):
                 yield
             if not self._has_others:
                 self._watched.add(self._is_training)
+            elif self._has_apart:
+                raise ModelError(
+                    f"{ROOT}.compile: functions of this model are looked at in each step, since it "
+                    f"has attention of something else than tokens beside {self._key}",
+                    hint="leave out one of the two",
+                )
         finally:
             self._is_step = False
             self._watch = None
@@ -242,32 +281,11 @@ class Sequences(TorchFunctionMode):
             # Positions of all tokens, added to those of a part.
             if getattr(func, "__name__", "") not in _ADDING:
                 raise
-            given = self._with_rows(args)
+            given = with_rows(args, self._first, self._tokens, self._ranks.size)
             if given is None:
                 raise
+        self._refuse_apart("a sum with values for all tokens")
         return func(*given, **kwargs)
-
-    def _with_rows(self, args: tuple[Any, ...]) -> tuple[Any, ...] | None:
-        """Return two tensors that differ in size at the tokens alone, one of which has all."""
-        if len(args) != 2 or not all(isinstance(x, Tensor) for x in args):  # noqa: PLR2004 - a sum
-            return None
-        for own, other in (args, args[::-1]):
-            sizes = list(zip(range(-1, -own.dim() - 1, -1), own.shape[::-1], strict=True))
-            unlike = [
-                at
-                for at, size in sizes
-                if -at <= other.dim()
-                and size != other.shape[at]
-                and 1 not in (size, other.shape[at])
-            ]
-            if (
-                len(unlike) == 1
-                and own.shape[unlike[0]] == self._tokens
-                and other.shape[unlike[0]] == self._tokens * self._ranks.size
-            ):
-                rows = other.narrow(unlike[0], self._first, self._tokens)
-                return (own, rows) if own is args[0] else (rows, own)
-        return None
 
     def _count(self, func: Callable[..., Any], args: Any, kwargs: Any) -> Tensor:
         """`arange`, from the first token of this part on if it counts tokens."""
@@ -319,6 +337,8 @@ class Sequences(TorchFunctionMode):
         """Return whether this call of the model makes positions of the tokens of the part."""
         if not is_tokens and watch is None:
             return False
+        if is_tokens:
+            self._refuse_apart(what)
         site = _site()
         if watch and is_tokens:
             self._check_repeated(watch, what)
@@ -338,13 +358,14 @@ class Sequences(TorchFunctionMode):
     def _attend(self, func: Callable[..., Any], args: Any, kwargs: Any) -> Any:
         """`scaled_dot_product_attention`, of the tokens of all ranks."""
         watch = self._active_watch()
-        query, key, value, mask, dropout, is_causal = _attention_arguments(*args, **kwargs)
+        query, key, value, mask, dropout, is_causal = attention_arguments(*args, **kwargs)
         is_tokens = query.shape[_TOKENS] == key.shape[_TOKENS] == self._tokens
         if watch and not self._is_over_tokens(watch, query, key, value):
             self._has_others = True
             return func(*args, **kwargs)
         if not is_tokens:
             return func(*args, **kwargs)
+        self._refuse_apart("attention")
         if watch:
             self._check_repeated(watch, "attention")
         self._check_attention(query, mask, dropout, is_causal=is_causal)
@@ -361,7 +382,8 @@ class Sequences(TorchFunctionMode):
             rows=rows,
             documents=self._documents if self._has_documents and mask is None else None,
         )
-        return (around if self._is_ring(query) else by_heads)(ask, query, key, value)
+        attention = around if self._is_ring(query) else by_heads
+        return attention(ask, as_factor(query), as_factor(key), as_factor(value))
 
     def _is_over_tokens(self, watch: TokenWatch, query: Tensor, key: Tensor, value: Tensor) -> bool:
         """Return whether tokens attend to tokens, and not each by itself or something else."""
@@ -413,16 +435,13 @@ class Sequences(TorchFunctionMode):
             raise ModelError(f"{self._key}.style: context: the model has {problem}")
 
 
-def _attention_arguments(  # noqa: PLR0917 - as of torch
-    query: Tensor,
-    key: Tensor,
-    value: Tensor,
-    attn_mask: Tensor | None = None,
-    dropout_p: float = 0.0,
-    is_causal: bool = False,  # noqa: FBT001, FBT002 - as of torch
-    **_: Any,
-) -> tuple[Tensor, Tensor, Tensor, Tensor | None, float, bool]:
-    return query, key, value, attn_mask, dropout_p, is_causal
+def apart_refusal(name: str, what: str) -> ModelError:
+    """Return the error for a compiled module with something that is of the tokens of all ranks."""
+    return ModelError(
+        f"{ROOT}.compile.modules: {name} has {what}, which is that of the tokens of all ranks, and "
+        "the compiler does not follow it",
+        hint="name modules that compute on each token by itself, such as '*.mlp'",
+    )
 
 
 def _site() -> tuple[Any, int]:
@@ -449,11 +468,11 @@ class _Inside:
     def __init__(
         self, sequences: Sequences, forward: Callable[..., Any], *, is_matched: bool
     ) -> None:
-        self._sequences, self._forward, self._is_matched = sequences, forward, is_matched
+        self._sequences, self.plain, self._is_matched = sequences, forward, is_matched
 
     def __call__(self, *args: Any, **kwargs: Any) -> Any:
         with self._sequences.inside(is_all=self._is_matched):
-            return self._forward(*args, **kwargs)
+            return self.plain(*args, **kwargs)
 
 
 class _Whole:

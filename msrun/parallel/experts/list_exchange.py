@@ -22,6 +22,7 @@ from torch import Tensor
 from torch.autograd import Function
 
 from msrun.errors import ModelError
+from msrun.parallel.autocast.casts import as_factor
 from msrun.parallel.torch_compat import (
     begin_collective,
     functional_collective,
@@ -131,15 +132,18 @@ def exchange(  # noqa: PLR0917 - each is of another kind
         _joined([calls[at].rows[place] for at in order], kind, device)
         for place, kind in enumerate(way.kinds)
     ]
-    arrived = _exchanged((group, way.sent, way.received), 1 / share, beside, *given)
+    sent = map(_narrow, given)
+    arrived = _exchanged((group, way.sent, way.received), 1 / share, beside, *sent)
+    arrived = tuple(x.to(old.dtype) for x, old in zip(arrived, given, strict=True))
     output = _computed(arrived, way, experts)
     is_joined = torch.is_grad_enabled() and (
         experts.is_trained() or any(kind.is_trained for kind in way.kinds)
     )
     if is_joined and not (output.requires_grad and len(output)):
         output = output + _nothing(arrived, output)
-    (back,) = _exchanged((group, way.received, way.sent), share, _nothing_beside, output)
-    back = back.clone() if settings.is_kept else back
+    peers = group, way.received, way.sent
+    (back,) = _exchanged(peers, share, _nothing_beside, _narrow(output))
+    back = (back.clone() if settings.is_kept else back).to(output.dtype)
     if is_joined:
         back = _SavedAfter.apply(back)  # type: ignore[no-untyped-call]
     sizes = [len(calls[at].rows[0]) for at in order]
@@ -243,6 +247,11 @@ def _computed(arrived: Sequence[Tensor], way: _Way, experts: OwnExperts) -> Tens
         for n, result in zip(at, results, strict=True):
             found[n] = result
     return torch.cat(found)
+
+
+def _narrow(x: Tensor) -> Tensor:
+    """Return `x` in the type in which autocast multiplies it; one column is no hidden state."""
+    return as_factor(x) if x.size(1) > 1 else x
 
 
 def _nothing(arrived: Sequence[Tensor], output: Tensor) -> Tensor:

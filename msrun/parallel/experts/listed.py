@@ -40,6 +40,7 @@ from torch.distributed.device_mesh import DeviceMesh
 
 from msrun.errors import ModelError
 from msrun.parallel import torch_compat
+from msrun.parallel.autocast.casts import without_cache
 from msrun.parallel.experts.arguments import plain_of
 from msrun.parallel.experts.held import hold, readable, refuse_torchs_own
 from msrun.parallel.experts.list_exchange import INPUTS_MAX, ExchangeSettings, ExpertCall, exchange
@@ -327,7 +328,12 @@ class _MixtureForward:
         run = self._rehearsal(Depending())
         noted = _Noted(experts, run)
         notes = {m: partial(noted.note, at) for at, m in enumerate(experts.members)}
-        with experts.running(), run.rehearsing(), torch_compat.calls_replaced(notes):
+        with (
+            experts.running(),
+            run.rehearsing(),
+            torch_compat.calls_replaced(notes),
+            without_cache(),
+        ):
             self.__wrapped__(*copied(args), **copied(kwargs))
         run.learn(experts.agreed(run.shown()))
 

@@ -26,6 +26,7 @@ Invariants:
 - Every rank joins every exchange, forward and backward, also if no token came to its experts:
   then the result depends on the weights by a factor of 0, so that their gradients are zeros, as in
   one process, and the backward pass passes here.
+- Under autocast rows travel in its type, in which the experts multiply them.
 - The forward sees its own number of experts where an attribute has the number of all, such as
   `num_experts`.
 - Parameters are DTensors, sharded in dim 0 over `ep`: so checkpoints, norms and optimizers know
@@ -47,6 +48,7 @@ from torch.nn import Parameter
 
 from msrun.errors import ModelError
 from msrun.parallel import torch_compat
+from msrun.parallel.autocast.casts import as_factor
 from msrun.parallel.config import DATA_AXIS, ParallelConfig
 from msrun.parallel.experts import listed
 from msrun.parallel.experts.arguments import TAKEN, Arguments
@@ -150,7 +152,9 @@ class _Routed:
         group = self._mesh.get_group(EXPERT_AXIS)
         way = route(index.reshape(len(index), -1), self._experts, group)
         pairs = weights.reshape(-1).index_select(0, way.order)
-        arrived, factors = sent(taken(tokens, way), pairs, way, group, self._share)
+        arrived, factors = sent(taken(as_factor(tokens), way), pairs, way, group, self._share)
+        # The forward meets the type that it has in one process.
+        arrived = arrived.to(tokens.dtype)
         own = _own_weights(self._module)
         number = len(next(iter(own.values())))
         output = arrived
@@ -165,7 +169,8 @@ class _Routed:
                 output = call(arrived, way.experts.to(index.dtype), factors).to(arrived.dtype)
         if not (output.requires_grad and len(arrived)):
             output = _bound(output, own)
-        return summed(sent_back(output, way, group, self._share), way)
+        back = sent_back(as_factor(output), way, group, self._share)
+        return summed(back.to(tokens.dtype), way)
 
 
 def _own_weights(module: nn.Module) -> dict[str, Tensor]:

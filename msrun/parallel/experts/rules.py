@@ -53,9 +53,6 @@ def _check_list(
         "optimizer.dtype: casts what is gathered, and not": settings.dtype is not None,
         "optimizer.offload: keeps on the host what is gathered, and not": bool(settings.offload),
         "dropout: exact draws masks of samples, and not of": config.dropout == "exact",
-        "precision: fp16 needs a scaler, which skips a step on all ranks, and one rank alone has": (
-            config.precision == "fp16"
-        ),
         "float8: replaces weights, and not those of": config.float8 is not None,
         f"plan: {inside} has a rule of its own, inside of": bool(inside),
         "pipeline: a stage has no forward of its own to pick rows for": config.pipeline is not None

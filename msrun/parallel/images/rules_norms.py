@@ -11,6 +11,7 @@ import torch
 from torch import Tensor
 from torch.nn import functional
 
+from msrun.parallel.autocast.casts import is_casting, wide
 from msrun.parallel.images.image_tensor import ImageCall, ImageTensor, rule
 from msrun.parallel.images.rules_elements import fit
 from msrun.parallel.images.rules_sums import crossed, moments, over
@@ -26,7 +27,7 @@ class _Standardize(torch.autograd.Function):
     def forward(
         ctx: Any, x: Tensor, dims: list[int], total: _Total, eps: float
     ) -> tuple[Tensor, Tensor, Tensor, Tensor]:
-        values = x.to(torch.promote_types(x.dtype, torch.float32))
+        values = x.to(wide(x))
         sums = values.sum(dims, keepdim=True)
         count = values.new_tensor([values.numel() / max(sums.numel(), 1)])
         *_, count = found = total(torch.cat([sums.flatten(), count]))
@@ -86,7 +87,21 @@ def batch_standardized(
         for old, new in zip(running, (mean, unbiased), strict=True):
             if old is not None:
                 old.lerp_(new.flatten().to(old.dtype), momentum)
-    return _affine(normal, *affine, [1, -1] + [1] * (x.dim() - 2))
+    return _affine(normal, *affine, [1, -1] + [1] * (x.dim() - 2)).to(x.dtype)
+
+
+def _of_result(call: ImageCall, shape: Sequence[int]) -> Tensor:
+    """Return the part of the first argument in the type of the result, which autocast may choose.
+
+    Args:
+        call: Of a norm.
+        shape: Of an argument without values, of which torch tells the type of its result.
+    """
+    local = call.x.local
+    if not is_casting(local):
+        return local
+    with torch.no_grad():
+        return local.to(call.on(local.new_empty(shape)).dtype)
 
 
 def _affine(x: Tensor, weight: Tensor | None, bias: Tensor | None, shape: Sequence[int]) -> Tensor:
@@ -105,11 +120,11 @@ def group_normed(call: ImageCall) -> Any:
     if 1 in divided:
         return call.whole()
     axes = crossed(x, divided)
-    local = x.local.unflatten(1, (groups, -1))
+    local = _of_result(call, (0, *x.shape[1:])).unflatten(1, (groups, -1))
     total = partial(over, axes=axes)
     normal = standardized(local, list(range(2, local.dim())), total, eps)[0].flatten(1, 2)
     shape = [1, -1] + [1] * (x.dim() - 2)
-    return x.like(_affine(normal, weight, bias, shape))
+    return x.like(_affine(normal, weight, bias, shape).to(local.dtype))
 
 
 @rule("layer_norm rms_norm")
@@ -124,11 +139,12 @@ def layer_normed(call: ImageCall) -> Any:
         return x.like(call.on(x.local))
     if call.name == "rms_norm":
         return call.whole()
-    normal = standardized(x.local, dims, partial(over, axes=axes), call.value(4, "eps", 1e-5))[0]
+    local, eps = _of_result(call, (0, *x.shape)), call.value(4, "eps", 1e-5)
+    normal = standardized(local, dims, partial(over, axes=axes), eps)[0]
     places = tuple(p if p and p.dim >= first else None for p in x.places)
     own = [None if w is None else fit(w, x.axes, places, x.dim()) for w in (weight, bias)]
     normal = normal if own[0] is None else normal * own[0]
-    return x.like(normal if own[1] is None else normal + own[1])
+    return x.like((normal if own[1] is None else normal + own[1]).to(local.dtype))
 
 
 @rule("instance_norm")
@@ -157,7 +173,7 @@ def instance_normed(call: ImageCall) -> Any:
         raise call.refusal("an instance_norm without statistics")
     else:
         normal = (x.local - mean.view(shape)) * torch.rsqrt(var.view(shape) + eps)
-    return x.like(_affine(normal, given.get("weight"), given.get("bias"), shape))
+    return x.like(_affine(normal, given.get("weight"), given.get("bias"), shape).to(x.dtype))
 
 
 @torch.no_grad()

@@ -10,6 +10,7 @@ import torch
 from torch import Tensor
 from torch.nn import functional
 
+from msrun.parallel.autocast.casts import wide
 from msrun.parallel.images.image_tensor import ImageAxis, ImageCall, ImageDim, ImageTensor, rule
 from msrun.parallel.images.rules_sums import over
 from msrun.parallel.notation.image_parts import Span, Spans, one_each, scaled
@@ -345,13 +346,13 @@ def _areas(x: Tensor, axis: ImageAxis, dim: int, sizes: tuple[int, int], *, is_m
         low, high = max(a, first), min(b, end)
         part = x.narrow(dim, min(max(low - first, 0), end - first), max(high - low, 0))
         if not is_max:
-            found.append(part.sum(dim, keepdim=True) / (b - a))
+            found.append(part.sum(dim, keepdim=True, dtype=wide(x)) / (b - a))
         elif high > low:
             found.append(part.amax(dim, keepdim=True))
         else:
             found.append(torch.full_like(x.narrow(dim, 0, 1), -math.inf))
     joined = found[0] if len(found) == 1 else torch.cat(found, dim)
-    return over(joined, [axis], "max" if is_max else "sum")
+    return over(joined, [axis], "max" if is_max else "sum").to(x.dtype)
 
 
 @rule("pixel_shuffle")

@@ -9,6 +9,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from msrun.parallel.autocast.casts import wide
 from msrun.parallel.collectives import all_reduce
 from msrun.parallel.images.image_tensor import (
     Axes,
@@ -82,9 +83,10 @@ def _added(call: ImageCall, dims: set[int], axes: Sequence[ImageAxis]) -> Tensor
     """Return what follows from that of each part; None if it does not."""
     x, name = call.x, call.name
     if name in _ADDED:
-        return over(call.on(x.local), axes)
+        return _total_of(call.on(x.local), axes)
     if name == "mean":
-        return over(_summed(call, dims), axes) / math.prod(x.shape[dim] for dim in dims)
+        total = over(_summed(call, dims), axes)
+        return (total / math.prod(x.shape[dim] for dim in dims)).to(_dtype_of(call))
     is_alone = len(dims) == x.dim() and not _named(call)
     if name in ("amax", "amin") or (name in ("max", "min") and is_alone):
         sign = 1 if name in ("amax", "max") else -1
@@ -110,7 +112,19 @@ def _extreme(call: ImageCall) -> Any:
 def _summed(call: ImageCall, dims: set[int]) -> Tensor:
     """Return the sum of the part over the dims of a mean."""
     keeps = bool(call.value(2, "keepdim", False))  # noqa: FBT003
-    return call.x.local.sum(sorted(dims), keepdim=keeps, dtype=call.kwargs.get("dtype"))
+    local, dtype = call.x.local, _dtype_of(call)
+    return local.sum(sorted(dims), keepdim=keeps, dtype=wide(local.new_empty(0, dtype=dtype)))
+
+
+def _dtype_of(call: ImageCall) -> torch.dtype:
+    """Return the type of a mean."""
+    found: torch.dtype = call.kwargs.get("dtype") or call.x.dtype
+    return found if found.is_floating_point or found.is_complex else torch.get_default_dtype()
+
+
+def _total_of(x: Tensor, axes: Iterable[ImageAxis]) -> Tensor:
+    """Return the sum of `x` over the ranks of `axes`, which is added up in a wide type."""
+    return over(x.to(wide(x)) if x.is_floating_point() else x, axes).to(x.dtype)
 
 
 def _placed(x: ImageTensor, result: Any, dims: set[int]) -> Any:
@@ -126,8 +140,9 @@ def moments(
 ) -> tuple[Tensor, Tensor]:
     """Return mean and summed squares of distances from it, kept in size 1, of so many values.
 
-    Two sums over the ranks, since one with sums of squares would lose precision.
+    Two sums over the ranks, since one with sums of squares would lose precision; both are wide.
     """
+    x = x.to(wide(x))
     mean = over(x.sum(dims, keepdim=True), axes) / rows
     return mean, over((x - mean).square().sum(dims, keepdim=True), axes)
 
@@ -149,7 +164,7 @@ def _spread(call: ImageCall, dims: set[int], axes: Sequence[ImageAxis]) -> Any:
     results = [found, mean] if call.name.endswith("_mean") else [found]
     if not call.kwargs.get("keepdim", False):
         results = [result.squeeze(sorted(dims)) for result in results]
-    placed = [_placed(x, result, dims) for result in results]
+    placed = [_placed(x, result.to(x.dtype), dims) for result in results]
     return tuple(placed) if len(placed) > 1 else placed[0]
 
 
@@ -168,8 +183,8 @@ def _norm(call: ImageCall) -> Any:
     if p not in (None, 2, 2.0):
         return call.whole()
     keeps = bool(call.value(3, "keepdim", False))  # noqa: FBT003
-    total = over(x.local.square().sum(sorted(dims), keepdim=keeps), axes)
-    return _placed(x, total.sqrt(), dims)
+    total = over(x.local.to(wide(x.local)).square().sum(sorted(dims), keepdim=keeps), axes)
+    return _placed(x, total.sqrt().to(x.dtype), dims)
 
 
 _ALONG = (

@@ -17,6 +17,7 @@ from torch import Tensor
 from torch.autograd import Function
 from torch.nn import functional
 
+from msrun.parallel.autocast.casts import as_factor
 from msrun.parallel.images.image_tensor import ImageCall, ImageDim, ImageTensor, Places, rule
 from msrun.parallel.images.rows import RowMove, begin_to_send_back, received
 from msrun.parallel.notation.image_parts import Span, pieces, window_rows
@@ -317,8 +318,10 @@ def convolved(call: ImageCall) -> Any:
     places, reaches = _reaches(call, x, windows)
     for one in reaches:
         padding[one.move.dim - 2] = 0
+    # Autocast does not know what `_Convolve` calls, and rows travel in the type of the product.
+    parts = [None if part is None else as_factor(part) for part in (x.local, weight, bias)]
     local: Tensor = _Convolve.apply(  # type: ignore[no-untyped-call]
-        x.local, weight, bias, reaches, (stride, padding, dilation, groups)
+        *parts, reaches, (stride, padding, dilation, groups)
     )
     return x.like(local, places)
 
@@ -358,7 +361,7 @@ def transposed(call: ImageCall) -> Any:
     groups = call.value(6, "groups", 1)
     dilation = numbers(call.value(7, "dilation", 1), count)
     kernel = weight.shape[2:]
-    local, sides, places = x.local, [0] * (2 * count), list(x.places)
+    local, sides, places = as_factor(x.local), [0] * (2 * count), list(x.places)
     cut = [*padding], [*more]
     for at, place in enumerate(x.places):
         if place is None:
@@ -386,7 +389,7 @@ def transposed(call: ImageCall) -> Any:
     found = call.func(local, weight, None, stride, cut[0], cut[1], groups, dilation)
     found = functional.pad(found, sides)
     if bias is not None:
-        found = found + bias.view([1, -1, *[1] * count])
+        found = found + bias.view([1, -1, *[1] * count]).to(found.dtype)
     return x.like(found, tuple(places))
 
 

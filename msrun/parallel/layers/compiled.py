@@ -3,7 +3,8 @@
 Only `forward` is compiled, so that names, hooks and parameters stay.  Around it is what the
 compiler could not follow: hooks that gather parameters, and recomputation, which runs the compiled
 forward again.  In the first step, which is watched for what mixes samples, it runs as it was, and
-so it does with an input that ranks share: functions on shards of it are the guard's.
+so it does with an input that ranks share: functions on shards of it are the guard's.  On parts of
+sequences it runs apart from what follows functions of the model (`context.apart`).
 """
 
 from __future__ import annotations
@@ -11,7 +12,8 @@ from __future__ import annotations
 import contextlib
 import math
 from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
-from typing import Any
+from contextlib import AbstractContextManager
+from typing import Any, Protocol
 
 import torch
 from torch import nn
@@ -20,17 +22,18 @@ from msrun.errors import ModelError
 from msrun.parallel import torch_compat
 from msrun.parallel.config import DATA_AXIS, PIPELINE_AXIS, ROOT, ParallelConfig
 from msrun.parallel.layers import recompute
-from msrun.parallel.local import is_sharded
+from msrun.parallel.local import is_image, is_sharded
 from msrun.parallel.losses.batch import tensors_in
 from msrun.parallel.match import matching
 from msrun.parallel.notation.mesh_layout import MeshLayout
 from msrun.parallel.settings.steps import Compile
+from msrun.parallel.tensor.plan import ModulePlan
 
 _BATCH_NORMS = (nn.BatchNorm1d, nn.BatchNorm2d, nn.BatchNorm3d, nn.SyncBatchNorm)
 
 
 def find(
-    config: ParallelConfig, layout: MeshLayout, model: nn.Module, plans: Collection[str]
+    config: ParallelConfig, layout: MeshLayout, model: nn.Module, plans: Mapping[str, ModulePlan]
 ) -> list[str]:
     """Return the outermost modules to compile.
 
@@ -38,7 +41,7 @@ def find(
         config: The configuration.
         layout: The mesh.
         model: The model.
-        plans: Names of modules with a rule of `plan`.
+        plans: Of modules with a rule of `plan`.
 
     Raises:
         ModelError: A pattern matches no module, or one that the compiler could not follow.
@@ -47,7 +50,9 @@ def find(
         return []
     others = (n for name, n in layout.axes.items() if name not in (DATA_AXIS, PIPELINE_AXIS))
     is_divided = math.prod(others) > 1
-    names = _outermost(config.compile, model, plans if is_divided else ())
+    routed = [name for name, plan in plans.items() if plan.is_routed] if layout.ep > 1 else []
+    names = _outermost(config.compile, model, plans if is_divided else routed)
+    _check_experts(names, routed)
     _check_recomputed(config, model, names)
     if layout.size(DATA_AXIS) > 1 and config.batch_norm == "sync":
         _check_norms(names, dict(model.named_modules()))
@@ -82,6 +87,17 @@ def _outermost(settings: Compile, model: nn.Module, plans: Collection[str]) -> l
                 hint="name its members",
             )
     return outermost
+
+
+def _check_experts(names: Sequence[str], routed: Sequence[str]) -> None:
+    """Refuse experts of a list, which one rank has and calls with other rows in each step."""
+    for name in names:
+        for other in routed:
+            if _is_inside(name, other):
+                raise ModelError(
+                    f"{ROOT}.compile.modules: {name} is of the experts {other} that ranks share",
+                    hint="name modules beside the experts",
+                )
 
 
 def _check_recomputed(config: ParallelConfig, model: nn.Module, names: Sequence[str]) -> None:
@@ -133,41 +149,100 @@ class Switch:
             self.is_off = False
 
 
-def apply(model: nn.Module, names: Sequence[str], mode: str, switch: Switch) -> None:
-    """Compile the modules called `names`, in place."""
+class Apart(Protocol):
+    """A module of a model on parts of sequences; see `context.apart`."""
+
+    def compiled(self, forward: Callable[..., Any], mode: str) -> Callable[..., Any]:
+        """Return `forward`, compiled."""
+
+    def is_followed(self) -> bool:
+        """Return whether functions are looked at now, so that none may be compiled."""
+
+    def refusing(self) -> AbstractContextManager[None]:
+        """Return a context for the forward as it was."""
+
+    def running(self) -> AbstractContextManager[None]:
+        """Return a context for the compiled forward."""
+
+
+def apply(
+    model: nn.Module,
+    names: Sequence[str],
+    mode: str,
+    switch: Switch,
+    apart: Callable[[str, nn.Module], Apart] | None,
+) -> None:
+    """Compile the modules called `names`, in place.
+
+    Args:
+        model: The model.
+        names: Of its modules.
+        mode: As of `torch.compile`.
+        switch: Whether compiled forwards are used.
+        apart: Has a module run apart from what follows functions of the model, if something does.
+    """
     for name in names:
         module = model.get_submodule(name)
-        module.forward = CompiledForward(module.forward, mode, switch)
+        from_rest = apart(name, module) if apart else None
+        module.forward = CompiledForward(name, module.forward, mode, switch, from_rest)
 
 
 class CompiledForward:
     """The forward of a module, compiled.
 
     Args:
+        name: Of the module.
         forward: As it was.
         mode: As of `torch.compile`.
         switch: Whether it is used.
+        apart: How it runs apart; None if nothing follows functions of the model.
     """
 
-    def __init__(self, forward: Callable[..., Any], mode: str, switch: Switch) -> None:
+    def __init__(
+        self,
+        name: str,
+        forward: Callable[..., Any],
+        mode: str,
+        switch: Switch,
+        apart: Apart | None,
+    ) -> None:
         self.__wrapped__ = forward  # `inspect.signature` follows it
-        self._mode, self._switch = mode, switch
-        self._run = torch.compile(forward, mode=mode)
+        self._name, self._mode, self._switch, self._apart = name, mode, switch, apart
+        self._run = self._compiled()
+
+    def _compiled(self) -> Callable[..., Any]:
+        if self._apart:
+            return self._apart.compiled(self.__wrapped__, self._mode)
+        return torch.compile(self.__wrapped__, mode=self._mode)
 
     def __getstate__(self) -> dict[str, Any]:
         return {name: value for name, value in vars(self).items() if name != "_run"}
 
     def __setstate__(self, state: dict[str, Any]) -> None:
         vars(self).update(state)
-        self._run = torch.compile(self.__wrapped__, mode=self._mode)
+        self._run = self._compiled()
 
     def __call__(self, *args: Any, **kwargs: Any) -> Any:
-        """Return what the forward returns."""
+        """Return what the forward returns.
+
+        Raises:
+            ModelError: It gets images that ranks divide.
+        """
+        tensors = tensors_in((args, kwargs))
+        if any(map(is_image, tensors)):
+            raise ModelError(
+                f"{ROOT}.compile.modules: {self._name} gets images of which ranks have parts, and "
+                "the compiler does not follow these",
+                hint="name modules behind the last one that has an image",
+            )
         # The compiler would break its graph at the first function of a divided tensor.
-        if self._switch.is_off or any(map(is_sharded, tensors_in((args, kwargs)))):
-            return self.__wrapped__(*args, **kwargs)
+        is_off = self._switch.is_off or bool(self._apart and self._apart.is_followed())
+        if is_off or any(map(is_sharded, tensors)):
+            with self._apart.refusing() if self._apart else contextlib.nullcontext():
+                return self.__wrapped__(*args, **kwargs)
         # The loss is watched in every step, but not what computes its inputs.
-        with torch_compat.compiled_again():
+        running = self._apart.running() if self._apart else contextlib.nullcontext()
+        with torch_compat.compiled_again(), running:
             return self._run(*args, **kwargs)
 
 

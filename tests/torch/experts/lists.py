@@ -43,7 +43,7 @@ class Loop(nn.Module):
         for expert in (mask.sum((-1, -2)) > 0).nonzero():
             place, row = torch.where(mask[expert].squeeze(0))
             y = self.experts[expert](rows[None, row].reshape(-1, WIDTH)) * weights[row, place, None]
-            found.index_add_(0, row, y)
+            found.index_add_(0, row, y.to(found.dtype))
         return found
 
 
@@ -74,7 +74,7 @@ class Assigned(Loop):
         repeated, flat = rows.repeat_interleave(CHOICES, 0), index.flatten()
         y = torch.empty_like(repeated)
         for number, expert in enumerate(self.experts):
-            y[flat == number] = expert(repeated[flat == number])
+            y[flat == number] = expert(repeated[flat == number]).to(y.dtype)
         return (y.view(*index.shape, -1) * weights.unsqueeze(-1)).sum(1)
 
 
@@ -94,7 +94,7 @@ class Dense(Loop):
     """Every expert computes every token."""
 
     def mix(self, rows, weights, index):
-        shares = torch.zeros(len(rows), EXPERTS).scatter(1, index, weights)
+        shares = weights.new_zeros(len(rows), EXPERTS).scatter(1, index, weights)
         found = torch.stack([expert(rows) for expert in self.experts], 1)
         return (found * shares.unsqueeze(-1)).sum(1)
 
@@ -119,7 +119,8 @@ class InPlace(Loop):
         for number, expert in enumerate(self.experts):
             row, place = torch.where(index == number)
             if row.numel():
-                found.index_add_(0, row, expert(rows[row]) * weights[row, place, None])
+                y = expert(rows[row]) * weights[row, place, None]
+                found.index_add_(0, row, y.to(found.dtype))
         return found.view_as(x), torch.rand(2)
 
 
@@ -171,7 +172,8 @@ class WeightedLoop(Loop):
         for number, expert in enumerate(self.experts):
             row, place = torch.where(index == number)
             if len(row):
-                found.index_add_(0, row, expert(rows[row], weights[row, place, None]))
+                y = expert(rows[row], weights[row, place, None])
+                found.index_add_(0, row, y.to(found.dtype))
         return found
 
 

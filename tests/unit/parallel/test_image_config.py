@@ -59,10 +59,9 @@ ON_A_MESH = [
         "parallel.mode: auto does not know parts of images, of parallel.data over h",
     ),
     ({"mesh": {"h": 8}}, "parallel.mesh.h: no rule of parallel.plan uses this axis"),
-    ({**HEIGHT, "precision": "bf16"}, "parallel.precision: was not compared over the axis h"),
     (
-        {**HEIGHT, "compile": {"modules": ["*"]}},
-        "parallel.compile: was not compared over the axis h",
+        {**HEIGHT, "float8": {"modules": ["*"]}},
+        "parallel: float8: was not compared over the axis h",
     ),
 ]
 
