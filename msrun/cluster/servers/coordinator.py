@@ -174,7 +174,8 @@ class CoordinatorState:
             return
         if message.life < self._lives.get(server, 0):
             return
-        self._lives[server] = message.life
+        if message.life > self._lives.get(server, 0):
+            self._forget(server, message.life)  # its own word of that was overtaken
         match message:
             case Adopted():
                 self._adopted.add(server)

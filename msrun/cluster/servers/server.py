@@ -602,8 +602,9 @@ class ServerState:
             self._load()  # workers need not have what this snapshot holds and the copies do not
             return
         self._copies.clear()
-        self.version = message.now.version
-        self.clocks, self.done = dict(message.now.clocks), dict(message.now.done)
+        self.version, self.clocks = message.now.version, dict(message.now.clocks)
+        # Workers that this server's disk says have left do not say so again.
+        self.done = message.now.done | (self._durable.done if self._durable else {})
         self._settled = dict(self.clocks)
         self._do(TakeCopies())
         self._adopted()

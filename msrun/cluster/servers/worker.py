@@ -374,7 +374,8 @@ class WorkerState:
         lacking = self._lacking(view)
         if lacking or self.phase in {WorkerPhase.LOST, WorkerPhase.LEFT}:
             return lacking
-        if self.phase is WorkerPhase.PULLING and server not in self._rows:
+        is_awaited = self.phase is WorkerPhase.PULLING and server not in self._rows
+        if is_awaited or self._is_ahead_of(view):
             return self._step(Pull, self.clock, part=self._part)
         if self.phase is WorkerPhase.MEASURING and server not in self._norms:
             rounds = len(self._measured[self.clock])
@@ -385,6 +386,13 @@ class WorkerState:
         # this worker, also while this one computes, and this one may wait for them: in a collective
         # of that step.
         return hello if now >= view.sent_at + self.rules.retry else None
+
+    def _is_ahead_of(self, view: ServerView) -> bool:
+        """Whether a server does not know yet which pushes this life cannot send any more.
+
+        It was killed after it had answered, and other workers wait for those pushes.
+        """
+        return not self.rules.is_sync and self.phase in _IN_STEP and view.clock < self._floor
 
     def _lacking(self, view: ServerView) -> Message | None:
         """Return what a server lacks of the measurements and pushes of this worker."""

@@ -218,7 +218,10 @@ SERVER_MUTANTS = {
     ),
     "forgetswholeft": (ServersBuild(server=ForgetsWhoLeft), {"kills": 0.2}),
     "opensatonce": (ServersBuild(coordinator=OpensAtOnce), {"scales": 0.1, "kills": 0.2}),
-    "oldreports": (ServersBuild(coordinator=DecidesByOldReports), {"scales": 0.1, "kills": 0.1}),
+    "oldreports": (
+        ServersBuild(coordinator=DecidesByOldReports),
+        {"scales": 0.2, "kills": 0.1, "delay": 3.0, "doubles": 0.3},
+    ),
     "othercurve": (
         ServersBuild(worker=KeepsAnotherCurve),
         {"scales": 0.1, "kills": 0.2, "victims": "node"},

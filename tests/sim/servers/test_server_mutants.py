@@ -24,7 +24,7 @@ FIRST = {
     "nolog": 6,
     "normsofsome": 3,
     "oldnorms": 4,
-    "oldreports": 227,
+    "oldreports": 85,
     "onetoostale": 0,
     "opensatonce": 0,
     "othercurve": 89,

@@ -129,10 +129,10 @@ class ServerScript(Script):
     def start(self, life="0", disk="", **rules):
         snapshots = []
         for word in disk.split(";") if disk else []:
-            epoch, version, clocks = word.split("/")
-            snapshots.append(
-                wire.Snapshot(epoch=int(epoch), version=int(version), clocks=pairs(clocks))
-            )
+            epoch, version, clocks, *done = word.split("/")
+            where = {"epoch": int(epoch), "version": int(version)}
+            left = pairs(",".join(done))
+            snapshots.append(wire.Snapshot(**where, clocks=pairs(clocks), done=left))
         rules = self.rules(**rules)
         self.state = ServerState(server=0, life=int(life), rules=rules, disk=snapshots)
         return Tick()

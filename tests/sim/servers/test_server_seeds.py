@@ -81,8 +81,20 @@ def test_a_killed_server_goes_on_from_copies_and_repeats_no_step():
     assert loaded < copied / 5
 
 
-def test_a_seed_that_once_broke_a_promise_holds_it():
-    hold([156008628839552])
+SERVERS = {"replicas": 1, "rounds": 2, "victims": "server", "kills": 0.2}
+
+
+@pytest.mark.parametrize(
+    ("seed", "odds"),
+    [
+        (156008628839552, {}),
+        (1091308015, {}),
+        (1091307649, {"victims": "node", "kills": 0.1, "scales": 0.05}),
+        (1091308025, SERVERS),
+    ],
+)
+def test_a_seed_that_once_broke_a_promise_holds_it(seed, odds):
+    assert server_faults.broken(seed, odds=odds) is None
 
 
 @pytest.mark.parametrize("seed", [4, 17])
