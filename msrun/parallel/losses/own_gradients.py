@@ -23,9 +23,12 @@ from torch.nn import Parameter
 
 from msrun.parallel.losses.mixing import COLUMN_FUNCTIONS, columns
 from msrun.parallel.losses.terms import NO_LIMIT, Term
+from msrun.parallel.losses.torch_losses import LOSSES
 
-# Attribute of tensors with a row for each row of the batch: the number of the watch.
-_HAS_ROWS = "msrun_has_rows"
+# Attributes of tensors with a row for each row of the batch, and of what torch's losses of them
+# gave: the number of the watch.
+_HAS_ROWS, _OF_LOSS = "msrun_has_rows", "msrun_of_loss"
+_LOSSES = frozenset(func.__name__ for func in LOSSES)
 _SHARED = "return (sum, count) of the terms of the loss; or leave the term out of the loss"
 _MEAN = "take the gradient of a sum over samples: torch.autograd.grad(output.sum(), x, ...)"
 
@@ -46,13 +49,16 @@ class BatchRows:
     def __init__(self, number: int, batch: Sequence[Tensor]) -> None:
         self._number = number
         self._terms: set[int] = set()
+        self._has_losses = False
         for tensor in batch:
             self._mark(tensor)
 
     def follow(
         self, name: str, args: Sequence[Any], kwargs: Mapping[str, Any], result: Any
     ) -> None:
-        """Note which results of a function have rows."""
+        """Note which results of a function have rows, or come from a loss of rows."""
+        if self._has_losses and any(map(self._is_of_loss, args)):
+            self._note_loss(result)
         # Every function of a model that returns its loss passes here: this is hot.
         for given in args:
             if getattr(given, _HAS_ROWS, None) == self._number:
@@ -60,6 +66,8 @@ class BatchRows:
         else:
             return
         rows = given.shape[0]
+        if name in _LOSSES:  # not each leaves a term
+            self._note_loss(result)
         if name in COLUMN_FUNCTIONS and columns(name, args, kwargs, rows):
             return
         for tensor in result if isinstance(result, tuple | list) else (result,):
@@ -74,6 +82,14 @@ class BatchRows:
     def has(self, value: Any) -> bool:
         """Return whether `value` is a tensor with rows."""
         return getattr(value, _HAS_ROWS, None) == self._number
+
+    def _note_loss(self, result: Any) -> None:
+        if isinstance(result, Tensor):
+            setattr(result, _OF_LOSS, self._number)
+            self._has_losses = True
+
+    def _is_of_loss(self, value: Any) -> bool:
+        return getattr(value, _OF_LOSS, None) == self._number
 
     def _mark(self, tensor: Tensor) -> None:
         if tensor.dim() and not isinstance(tensor, Parameter):
@@ -95,7 +111,9 @@ class BatchRows:
             sources: Terms that values and inputs were computed from.
         """
         is_sum = all(value.dim() or (term and is_pure_sum(term)) for value, term in values)
-        is_of_rows = bool(sources & self._terms) or any(self.has(value) for value, _ in values)
+        is_of_rows = bool(sources & self._terms) or any(
+            self.has(value) or self._is_of_loss(value) for value, _ in values
+        )
         found: list[Term | None] = []
         for x, slope in zip(inputs, slopes, strict=True):
             term = None

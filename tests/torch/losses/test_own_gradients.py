@@ -112,7 +112,36 @@ def by_shift(model, x):
     return slope(model.head(x + shift).sum(), shift).square().mean()
 
 
-RIGHT = [of_sum, of_norm, of_rows, of_hidden, of_stack, added, signed, one_sample]
+def soft_targets(model, x):
+    targets = torch.full((len(x), CLASSES), 1 / CLASSES, dtype=x.dtype)
+    return functional.kl_div(model.head(x).log_softmax(1), targets, reduction="batchmean")
+
+
+def of_batch_mean(model, x):
+    x = leaf(x)
+    return slope(soft_targets(model, x), x).square().mean()
+
+
+def by_batch_mean_and_weights(model, x):
+    return slope(2 * soft_targets(model, x), model.first.weight).square().mean()
+
+
+def by_margins_and_weights(model, x):
+    """By a mean that torch's losses alone know."""
+    output = model.head(x)
+    loss = functional.triplet_margin_loss(output, 2 * output, output.flip(1))
+    return slope(loss, model.first.weight).square().mean()
+
+
+def of_losses(model, x):
+    """By the loss of each sample."""
+    x = leaf(x)
+    targets = torch.full((len(x), CLASSES), 1 / CLASSES, dtype=x.dtype)
+    losses = functional.kl_div(model.head(x).log_softmax(1), targets, reduction="none")
+    return slope(losses.sum(), x).square().mean()
+
+
+RIGHT = [of_sum, of_norm, of_rows, of_hidden, of_stack, added, signed, one_sample, of_losses]
 WRONG = {
     of_mean: MEAN,
     of_cross_entropy: MEAN,
@@ -120,6 +149,9 @@ WRONG = {
     by_sum_and_weights: SHARED,
     by_scale: SHARED,
     by_shift: SHARED,
+    of_batch_mean: MEAN,
+    by_batch_mean_and_weights: SHARED,
+    by_margins_and_weights: SHARED,
 }
 
 
