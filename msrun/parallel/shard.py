@@ -616,9 +616,9 @@ def _apart(
 
     if not isinstance(sequences, Sequences):
         return None
-    from msrun.parallel.context.apart import Apart
+    from msrun.parallel.context.apart import ModuleApart
 
-    return partial(Apart, sequences)
+    return partial(ModuleApart, sequences)
 
 
 def _share_experts(

@@ -26,7 +26,7 @@ from msrun.parallel.config import ROOT
 from msrun.parallel.context.sequences import Sequences, apart_refusal
 
 
-class Apart:
+class ModuleApart:
     """A module that runs apart from `Sequences` once it is compiled.
 
     Args:
