@@ -139,7 +139,6 @@ def test_gathered_parameters_in_bfloat16_are_near_one_process(level, alone):
 
 REFUSED = {
     "plan": {"mesh": {"h": 2, "tp": 2}, "plan": [{"match": "head", "style": "colwise"}]},
-    "compile": {**H2, "compile": {"modules": ["blocks.*"]}},
     "float8": {**H2, "float8": {"modules": ["head"]}},
     "copies": {**H2, "copies": 2},
     "offload": {**H2, "offload": {"activations": ["blocks.*"]}},
