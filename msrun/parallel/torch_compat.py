@@ -924,6 +924,45 @@ def shards_of_gathered(model: nn.Module) -> dict[Tensor, Any]:
     }
 
 
+def replaced_parameter(unit: FSDPModule) -> str:
+    """Return the name of a parameter in whose place a module has another tensor; empty if none.
+
+    A parameter of another type than `fully_shard` got is another one, too.
+
+    Args:
+        unit: Gathers the parameter, and would overwrite what is in its place.
+    """
+    from torch.distributed.fsdp import fully_shard
+
+    state: Any = fully_shard.state(unit)  # type: ignore[attr-defined]
+    for group in state._fsdp_param_groups:  # noqa: SLF001
+        for param in group.fsdp_params:
+            place = param._module_info  # noqa: SLF001
+            found = place.module._parameters.get(place.param_name)  # noqa: SLF001
+            forms = (param.sharded_param, getattr(param, "_unsharded_param", None))
+            is_known = any(found is form for form in forms)
+            if not is_known or param.sharded_param.dtype != param.orig_dtype:
+                return str(param._param_fqn or place.param_name)  # noqa: SLF001
+    return ""
+
+
+def has_shards_in_place(unit: FSDPModule) -> bool:
+    """Return whether modules have shards, though the parameters of their unit are gathered.
+
+    So `torch.func.functional_call` leaves them, if shards were there before it.
+    """
+    from torch.distributed.fsdp import fully_shard
+
+    state: Any = fully_shard.state(unit)  # type: ignore[attr-defined]
+    return any(
+        param._module_info.module._parameters.get(param._module_info.param_name)  # noqa: SLF001
+        is param.sharded_param
+        for group in state._fsdp_param_groups  # noqa: SLF001
+        if group.is_unsharded
+        for param in group.fsdp_params
+    )
+
+
 def watch_joined_inputs(
     model: FSDPModule, watch: Callable[[list[Tensor]], Sequence[Tensor]]
 ) -> None:

@@ -1,5 +1,6 @@
 """Recomputation: a module that runs again leaves its buffers as if it had run once."""
 
+import functools
 import random
 import warnings
 
@@ -315,4 +316,41 @@ def test_functions_of_torchscript_compute_the_same_again():
     assert sentence == (
         "parallel.recompute: a function of TorchScript is the last of body that saves a tensor, "
         "and torch cannot run it again"
+    )
+
+
+def called_with_others(config, *, is_transformed):
+    """Train by calls with other weights than the model's; return its gradients."""
+    runtime = msrun.init(config)
+    torch.manual_seed(0)
+    model = runtime.shard(nn.Sequential(nn.Linear(16, 16), nn.Tanh(), nn.Linear(16, 10)))
+    halves = {name: param * 0.5 for name, param in model.named_parameters()}
+    x, y = batches("mlp", steps=1)[0]
+    if is_transformed:
+        try:
+            torch.vmap(lambda x: torch.func.functional_call(model, halves, (x,)))(x)
+        except ModelError as error:
+            return error.message
+        return ""
+    functional.cross_entropy(torch.func.functional_call(model, halves, (x,)), y).backward()
+    return [param.grad.tolist() for param in model.parameters()]
+
+
+def test_a_call_with_other_weights_computes_with_them_again():
+    # The layer that recomputes saves for its gradient what its weights lead to.
+    config = {"recompute": {"modules": [""]}}
+    assert called(config) == called({})
+
+
+def called(config):
+    return run_warm(functools.partial(called_with_others, config, is_transformed=False), 1)[0]
+
+
+def test_a_module_inside_of_a_transform_is_refused():
+    config = {"recompute": {"modules": ["0"]}}
+    call = functools.partial(called_with_others, config, is_transformed=True)
+    [said] = run_warm(call, 1)
+    assert said == (
+        "parallel.recompute: 0 runs inside of a transform of torch.func such as vmap or grad, "
+        "which cannot run it a second time"
     )

@@ -50,6 +50,7 @@ from msrun.parallel.torch_compat import (
     has_global_hooks,
     has_gradient_hooks,
     has_own_call,
+    has_shards_in_place,
     hooks_of,
     is_active,
     is_compiled,
@@ -79,6 +80,7 @@ from msrun.parallel.torch_compat import (
     reduce_sharded,
     replace_list_functions,
     replace_tensors,
+    replaced_parameter,
     shards_of_gathered,
     share_attributes,
     share_gradient_hooks,
@@ -672,11 +674,19 @@ def joined_inputs():
     # One gradient alone makes zeros of the other.
     seen += [first.tolist(), one.grad.tolist(), two.grad.tolist()]
     gathered = network.weight
+    seen.append(has_shards_in_place(network))
+    with torch.nn.utils.stateless._reparametrize_module(
+        network, {"weight": next(iter(shards_of_gathered(network).values()))}
+    ):
+        seen.append(has_shards_in_place(network))
     early = gathered_with_gradient(network)
     reduce_sharded(network)
     shard = network.weight
     seen.append(early == {gathered, shard})
     seen.append(shards_of_gathered(network)[gathered] is shard)
+    seen.append(replaced_parameter(network))
+    with torch.nn.utils.stateless._reparametrize_module(network, {"weight": torch.ones(2)}):
+        seen.append(replaced_parameter(network))
     seen.append(gathered_with_gradient(network) == {gathered, shard})
     shard.grad = None
     seen.append(gathered_with_gradient(network) == set())
@@ -684,7 +694,9 @@ def joined_inputs():
 
 
 def test_joined_inputs_are_replaced_and_gathered_parameters_known():
-    expected = [(2, True, 2), [3.0, 3.0], [3.0, 3.0], [0.0, 0.0], True, True, True, True]
+    expected = [(2, True, 2), [3.0, 3.0], [3.0, 3.0], [0.0, 0.0]]
+    expected += [False, True, True, True]
+    expected += ["", "weight", True, True]
 
     assert run_ranks(joined_inputs, 2) == [expected] * 2
 

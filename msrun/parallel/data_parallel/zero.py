@@ -28,6 +28,10 @@ Invariants:
   `reduce.exclude` matches.  `reducer` reduces all but the last like
   plain data parallelism.
 - A member of a list of which the module around takes a part is no unit (`used_outside`).
+- `zero_grad` of a module drops the gradients of its shards too, also between forward and backward,
+  when its parameters are the gathered ones.
+- A unit refuses tensors in the places of its parameters, as of `torch.func.functional_call`: it
+  would overwrite them by what it gathers.
 - A module without a forward, such as a list, is no unit: nothing would gather its parameters.
 - All ranks must run units in the same order; `collective_order` checks that.
 
@@ -287,6 +291,7 @@ def apply(
         options["reshard_after_forward"] = False
     sharded = _shard_unit(model, options)
     model.register_forward_hook(_release_after_evaluation)
+    _follow_scripts(model)
     torch_compat.share_attributes(sharded)
     # torch divides by the number of ranks unless told otherwise, for each unit apart.
     if config.reduce.op == "sum":
@@ -294,6 +299,49 @@ def apply(
             unit.set_gradient_divide_factor(1.0)
             unit.set_force_sum_reduction_for_comms(enable=True)
     return sharded
+
+
+def _follow_scripts(model: nn.Module) -> None:
+    """Have units do what scripts do to gradients and weights by hand, or refuse it."""
+    for unit in gathering(model):
+        both: Any = unit  # a module, too
+        both.register_forward_pre_hook(_check_places, prepend=True)
+        both.zero_grad = _ZeroGrad(both)
+
+
+class _ZeroGrad:
+    """The `zero_grad` of a module, which also drops gradients of shards.
+
+    While parameters are gathered, as between forward and backward, `parameters()` has others than
+    those with the gradients of the step before.
+
+    Args:
+        module: The module.
+    """
+
+    def __init__(self, module: nn.Module) -> None:
+        self._module, self.__wrapped__ = module, module.zero_grad
+
+    def __call__(self, set_to_none: bool = True) -> None:  # noqa: FBT001, FBT002 - as torch has it
+        self.__wrapped__(set_to_none)
+        for shard in torch_compat.shards_of_gathered(self._module).values():
+            if set_to_none:
+                shard.grad = None
+            elif shard.grad is not None:
+                shard.grad.detach_().zero_()
+
+
+def _check_places(unit: FSDPModule, *_: object) -> None:
+    """Refuse tensors that take the place of parameters, before these are gathered over them."""
+    if torch_compat.has_shards_in_place(unit):
+        unit.reshard()
+    if name := torch_compat.replaced_parameter(unit):
+        raise ModelError(
+            f"{ROOT}.optimizer.zero: {name} is another tensor than in rt.shard, or has another "
+            "type, as in torch.func.functional_call or after model.to(dtype), and its module would "
+            "compute with the one that is gathered",
+            hint="choose zero 0; change values in place, and types before rt.shard",
+        )
 
 
 def _release_after_evaluation(model: nn.Module, *_: object) -> None:

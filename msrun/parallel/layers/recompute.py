@@ -23,6 +23,8 @@ its activations.  This module adds what is missing for unmodified modules in the
   two runs lie on different sides of that.  So functions of TorchScript run without optimizations.
   One that has the last tensor to be saved is refused: torch ends a second run there by an exception
   that TorchScript does not let through.
+- Parameters.  A call with other tensors in their places (`torch.func.functional_call`) is over when
+  the second run begins, so that run has the tensors of the first one.
 - Inputs that a module writes in place are refused: the second run would begin with what it wrote.
 - Caches.  Decoders of transformers fill a cache of keys and values, by default in training too.  A
   second run would fill it again, so recomputed modules get none, as transformers itself has it.
@@ -54,7 +56,13 @@ from msrun.parallel.layers.plain_state import PlainCall, PlainState
 from msrun.parallel.losses.batch import tensors_in
 from msrun.parallel.match import matching
 from msrun.parallel.sharded_model import Context
-from msrun.parallel.torch_compat import unoptimized_scripts, write_count
+from msrun.parallel.torch_compat import (
+    is_transforming,
+    own_parameters,
+    shards_of_gathered,
+    unoptimized_scripts,
+    write_count,
+)
 
 _COLLECTIVES = ("_c10d_functional", "_c10d_functional_autograd", "c10d")
 _CACHES = ("past_key_values", "past_key_value", "layer_past")
@@ -113,6 +121,12 @@ def _forward(
     # Without gradients nothing is saved, so nothing is to be computed again.
     if not torch.is_grad_enabled():
         return forward(*args, **kwargs)
+    if is_transforming():
+        raise ModelError(
+            f"{ROOT}.recompute: {name or type(module).__name__} runs inside of a transform of "
+            "torch.func such as vmap or grad, which cannot run it a second time",
+            hint="leave the module out of recompute.modules",
+        )
     if caches:
         _check_empty(module, name, [*args, *kwargs.values()])
         args, kwargs = _without_caches(caches, args, kwargs)
@@ -120,7 +134,8 @@ def _forward(
     frozen = [(p, key, write_count(p)) for key, p in module.named_parameters() if _is_frozen(p)]
     named = partial(forward, **kwargs)  # of which torch may have options of the same names
     label = name or type(module).__name__
-    run = partial(_run, label, (_Buffers(module), plain.of_call()), named, context)
+    state = _Buffers(module), _FirstPlaces(module), plain.of_call()
+    run = partial(_run, label, state, named, context)
     result = checkpoint(run, *args, **options)
     if any(write_count(tensor) != count for tensor, count in given):
         raise ModelError(
@@ -167,13 +182,19 @@ def _without_caches(
 
 def _run(
     name: str,
-    state: tuple[_Buffers, PlainCall],
+    state: tuple[_Buffers, _FirstPlaces, PlainCall],
     forward: Callable[..., Any],
     context: Context,
     *args: Any,
 ) -> Any:
-    buffers, plain = state
-    with unoptimized_scripts(), buffers.written_once(), plain.changed_once(), context():
+    buffers, places, plain = state
+    with (
+        unoptimized_scripts(),
+        places.as_first(),
+        buffers.written_once(),
+        plain.changed_once(),
+        context(),
+    ):
         try:
             return forward(*args)
         except RuntimeError as error:
@@ -185,6 +206,39 @@ def _run(
                 hint="leave the module out of recompute.modules, or the function out of "
                 "torch.jit.script",
             ) from error
+
+
+class _FirstPlaces:
+    """The tensors that a module has in the places of its parameters in one forward."""
+
+    def __init__(self, module: nn.Module) -> None:
+        self._module = module
+        self._first = [
+            (params, name, tensor)
+            for _, params in own_parameters(module)
+            for name, tensor in params.items()
+        ]
+
+    @contextmanager
+    def as_first(self) -> Iterator[None]:
+        """Have the same tensors there inside."""
+        others = [
+            (params, name, tensor, params.get(name))
+            for params, name, tensor in self._first
+            if params.get(name) is not tensor
+        ]
+        if others:
+            # A unit inside may be gathered now, and not yet then.
+            pairs = shards_of_gathered(self._module).items()
+            gathered = {id(form) for pair in pairs for form in pair}
+            others = [place for place in others if id(place[2]) not in gathered]
+        for params, name, tensor, _ in others:
+            params[name] = tensor
+        try:
+            yield
+        finally:
+            for params, name, _, now in others:
+                params[name] = now
 
 
 class _Buffers:

@@ -8,6 +8,8 @@ from typing import Any
 import torch
 from torch import nn
 
+from msrun.parallel.torch_compat import is_transforming
+
 
 class CallHook:
     """A hook of a model that does nothing in copies of it in files, and is the same in others.
@@ -32,8 +34,8 @@ class CallHook:
 
 
 def trains(model: nn.Module) -> bool:
-    """Return whether a call of `model` is one in training."""
-    return model.training and torch.is_grad_enabled()
+    """Return whether a call of `model` is one in training, of tensors with values."""
+    return model.training and torch.is_grad_enabled() and not is_transforming()
 
 
 def _nothing(*_: object) -> None:

@@ -201,3 +201,36 @@ def conjugated(_):
 def test_conjugates_that_torch_has_yet_to_compute_train():
     first, second = run_warm(conjugated, 2, None)
     assert first == second
+
+
+class Beside(nn.Module):
+    """Computes with a layer that no rule divides."""
+
+    def __init__(self):
+        super().__init__()
+        self.planned, self.own = nn.Linear(8, 8), nn.Linear(8, 8)
+
+    def forward(self, x):
+        return self.own(x)
+
+
+def of_each_sample(config):
+    """Return whether gradients of each sample add up to those of the batch."""
+    rt = msrun.init(config)
+    torch.manual_seed(0)
+    model = rt.shard(Beside())
+    weights = {f"own.{name}": param.detach() for name, param in model.own.named_parameters()}
+
+    def loss(weights, x):
+        return torch.func.functional_call(model, weights, (x,)).square().sum()
+
+    x = torch.ones(4, 8)
+    each = torch.vmap(torch.func.grad(loss), in_dims=(None, 0))(weights, x)
+    whole = torch.func.grad(loss)(weights, x)
+    return all(torch.allclose(each[name].sum(0), whole[name]) for name in whole)
+
+
+def test_calls_inside_of_a_transform_are_not_compared():
+    config = {"mesh": {"tp": 2}, "plan": [{"match": "planned", "style": "colwise"}]}
+
+    assert run_warm(of_each_sample, 2, config) == [True, True]

@@ -21,7 +21,15 @@ def loss_of(output, _):
     return output.square().mean()
 
 
-def rebound(config, steps_of):
+def whole(_):
+    return torch.ones(8, 8)
+
+
+def of_itself(param):
+    return param.data + 1
+
+
+def rebound(config, steps_of, new=whole):
     """Return what a step says after `param.data = tensor`, and by how much weights moved."""
     rt = msrun.init(config)
     torch.manual_seed(0)
@@ -30,7 +38,7 @@ def rebound(config, steps_of):
     x = torch.randn(4, 8)
     steps_of(rt, model, update, x)
     weights = [full_tensor(param.detach()).clone() for param in model.parameters()]
-    model[0].weight.data = torch.ones(8, 8)
+    model[0].weight.data = new(model[0].weight)
     try:
         steps_of(rt, model, update, x)
     except msrun.ModelError as error:
@@ -53,13 +61,28 @@ def loop(_, model, update, x):
     update.step()
 
 
-@pytest.mark.parametrize("steps_of", [step, loop])
-@pytest.mark.parametrize(
-    "config",
-    [{"optimizer": {"zero": 1}}, {"optimizer": {"zero": 3}}, {"mesh": {"tp": 2}, "plan": PLAN}],
-)
-def test_new_data_of_a_sharded_parameter_is_refused(config, steps_of):
-    for said, is_unmoved, _ in run_warm(rebound, 2, config, steps_of):
+def by_hand(_, model, update, x):
+    """Train as a script does that has no optimizer."""
+    del update
+    model.zero_grad()
+    loss_of(model(x), x).backward()
+    with torch.no_grad():
+        for param in model.parameters():
+            param.sub_(0.1 * param.grad)
+
+
+CONFIGS = [
+    {"optimizer": {"zero": 1}},
+    {"optimizer": {"zero": 3}},
+    {"mesh": {"tp": 2}, "plan": PLAN},
+]
+
+
+@pytest.mark.parametrize("new", [whole, of_itself])
+@pytest.mark.parametrize("steps_of", [step, loop, by_hand])
+@pytest.mark.parametrize("config", CONFIGS)
+def test_new_data_of_a_sharded_parameter_is_refused(config, steps_of, new):
+    for said, is_unmoved, _ in run_warm(rebound, 2, config, steps_of, new):
         assert said == SAID
         assert is_unmoved
 
@@ -67,3 +90,22 @@ def test_new_data_of_a_sharded_parameter_is_refused(config, steps_of):
 def test_new_data_of_a_replicated_parameter_is_taken():
     for said, _, _ in run_warm(rebound, 2, {}, step):
         assert said == ""
+
+
+def changed(config):
+    """Give parameters the data that they have, and all of a model another type and back."""
+    rt = msrun.init(config)
+    model = rt.shard(nn.Sequential(nn.Linear(8, 8), nn.Linear(8, 8)))
+    update = rt.optimizer(torch.optim.SGD(model.parameters(), lr=0.1))
+    for param in model.parameters():
+        param.data = param.data
+    loop(rt, model, update, torch.randn(4, 8))
+    if "plan" in config:
+        model.double()
+        loop(rt, model, update, torch.randn(4, 8).double())
+    return True
+
+
+@pytest.mark.parametrize("config", CONFIGS)
+def test_data_that_stays_the_same_and_new_types_are_taken(config):
+    assert all(run_warm(changed, 2, config))

@@ -1,0 +1,102 @@
+"""What scripts do to gradients and weights by hand, which ZeRO keeps in other tensors."""
+
+import pytest
+import torch
+from ranks import assert_equal_curves, batches, build, run_warm
+from test_grid import zero
+from torch.func import functional_call
+from torch.nn import functional
+
+import msrun
+
+pytestmark = pytest.mark.torch
+
+LEVELS = {f"zero {level}": zero(level) for level in (1, 2, 3)}
+LEVELS["zero 1, small ones whole"] = {"optimizer": {"zero": 1, "threshold": 300}}
+
+
+def parts(rt):
+    share, count = rt.coordinate.get("dp", 0), rt.layout.size("dp")
+    return [[t.chunk(count)[share] for t in batch] for batch in batches("mlp", steps=4)]
+
+
+def to_none(network):
+    network.zero_grad()
+
+
+def to_zeros(network):
+    network.zero_grad(set_to_none=False)
+
+
+def of_layers(network):
+    for layer in network.children():
+        layer.zero_grad()
+
+
+def dropped_between(config, drop):
+    """Drop gradients between forward and backward, and step by hand; return losses."""
+    rt = msrun.init(config)
+    network = rt.shard(build("mlp"))
+    losses = []
+    for x, y in parts(rt):
+        loss = functional.cross_entropy(network(x), y)
+        drop(network)
+        loss.backward()
+        with torch.no_grad():
+            for param in network.parameters():
+                param.sub_(0.1 * param.grad)
+        losses.append(rt.mean_over_data(loss).item())
+    return losses
+
+
+@pytest.mark.parametrize("drop", [to_none, to_zeros, of_layers])
+@pytest.mark.parametrize("level", LEVELS)
+def test_gradients_may_be_dropped_between_forward_and_backward(level, drop):
+    expected = run_warm(dropped_between, 1, {}, drop)[0]
+
+    assert_equal_curves(run_warm(dropped_between, 2, LEVELS[level], drop), expected)
+
+
+def called_with_others(config):
+    """Call a model with other weights, and with its own; return what the first call says."""
+    rt = msrun.init(config)
+    network = rt.shard(build("mlp"))
+    x, _ = parts(rt)[0]
+    own = dict(network.named_parameters())
+    same = torch.equal(functional_call(network, own, (x,)), network(x))
+    try:
+        functional_call(network, {name: param * 0.5 for name, param in own.items()}, (x,))
+    except msrun.ModelError as error:
+        return same, error.message
+    return same, ""
+
+
+@pytest.mark.parametrize("level", ["zero 1", "zero 2", "zero 3"])
+def test_a_call_with_other_weights_is_refused(level):
+    for same, said in run_warm(called_with_others, 2, LEVELS[level]):
+        assert same
+        assert said.startswith("parallel.optimizer.zero: fc1.weight is another tensor than in")
+
+
+def test_a_call_with_other_weights_is_one_of_replicated_parameters():
+    assert run_warm(called_with_others, 2, {}) == [(True, "")] * 2
+
+
+def cast(config):
+    """Change the type of all weights after a step; return what the next forward says."""
+    rt = msrun.init(config)
+    network = rt.shard(build("mlp"))
+    x, _ = parts(rt)[0]
+    network(x)
+    network.double()
+    try:
+        network(x.double())
+    except msrun.ModelError as error:
+        return error.message
+    return ""
+
+
+@pytest.mark.parametrize("level", ["zero 1", "zero 3"])
+def test_another_type_after_shard_is_refused(level):
+    for said in run_warm(cast, 2, LEVELS[level]):
+        assert "or has another type, as in torch.func.functional_call or after model.to" in said
