@@ -42,6 +42,7 @@ CASES = ("gpt2", "llama", "bert", "vit", "t5", "mixtral", "llama long")
 
 
 @pytest.mark.slow
+@pytest.mark.timeout(600)
 @pytest.mark.parametrize("name", CASES)
 def test_ranks_of_divided_models_take_no_more_than_the_estimate(name):
     pytest.importorskip("transformers")

@@ -15,7 +15,7 @@ from msrun.parallel.auto.offline_search import SearchRequest, search_model
 from msrun.parallel.auto.tracing.trace import trace
 from msrun.parallel.collectives import all_reduce
 from msrun.parallel.search.alternatives.chosen import AlternativeJob, Alternatives
-from msrun.parallel.search.cost.topology import find_topology
+from msrun.parallel.search.cost.topology import find_topology, parse_topology
 from msrun.parallel.search.plan.plan import write_plan
 
 pytestmark = [
@@ -145,6 +145,51 @@ def test_gradients_that_hide_make_the_first_axis_of_a_cube_divide_samples(tmp_pa
     )
     others = Alternatives(job, lambda: (traced.modules, ""), lambda _: traced.program)
     assert others.fastest(Slow).name == style
+
+
+class Layers(nn.Module):
+    """Blocks of a vision transformer without attention."""
+
+    def __init__(self, width):
+        super().__init__()
+        self.norms = nn.ModuleList(nn.LayerNorm(width) for _ in range(5))
+        self.ups = nn.ModuleList(nn.Linear(width, 4 * width) for _ in range(4))
+        self.downs = nn.ModuleList(nn.Linear(4 * width, width) for _ in range(4))
+
+    def forward(self, x):
+        for norm, up, down in zip(self.norms, self.ups, self.downs, strict=False):
+            x = x + down(functional.gelu(up(norm(x))))
+        return self.norms[-1](x).pow(2).mean()
+
+
+def made_wide(tokens):
+    return Layers(16384), (torch.randn(1, tokens, 16384),)
+
+
+def made_257():
+    return made_wide(257)
+
+
+def made_256():
+    return made_wide(256)
+
+
+# Sixteen devices behind switches of PCIe 4.0.
+PCIE = {"preset": "a100", "per_node": 16, "inside": {"bandwidth": 25e9, "latency": 1e-6}}
+
+
+@pytest.mark.parametrize(("tokens", "is_grid"), [(257, True), (256, False)])
+def test_tokens_that_ranks_do_not_divide_take_a_grid_on_many_ranks(tokens, is_grid):
+    """257 is 16 x 16 patches and a class; of 256 rows plans shard norms, so they are faster."""
+    request = SearchRequest(
+        target=f"{__file__}:made_{tokens}",
+        world=16,
+        batch=None,
+        memory=None,
+        topology=parse_topology(PCIE),
+    )
+    plan = search_model(request, clock=time.monotonic, report=lambda _: None)
+    assert (plan.runs_on == "grid 2d") == is_grid, plan
 
 
 CASES = {
