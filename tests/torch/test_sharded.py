@@ -301,3 +301,19 @@ def as_number(output, target):
 )
 def test_a_batch_and_its_loss_are_looked_at(loss_fn, samples, sentence):
     assert run_warm(stepped, 2, loss_fn, samples) == [sentence] * 2
+
+
+def lazy(config):
+    runtime = msrun.init(config)
+    network = nn.Sequential()
+    for name, layer in (("fc1", nn.LazyLinear(32)), ("fc2", nn.Linear(32, 32))):
+        network.add_module(name, layer)
+    network.add_module("fc3", nn.Linear(32, 10))
+    return refusal(runtime.shard, network)
+
+
+@pytest.mark.filterwarnings("ignore:Lazy modules are a new feature")
+@pytest.mark.parametrize("kind", KINDS)
+def test_a_lazy_layer_is_refused_before_its_first_batch(kind):
+    said = "fc1.weight has no shape yet: its module is lazy"
+    assert run_warm(lazy, 2, KINDS[kind]) == [said] * 2

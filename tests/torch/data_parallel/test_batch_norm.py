@@ -389,7 +389,7 @@ def timm_losses(name, is_sharded):
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("name", ["mobilenetv3_small_050", "efficientnet_b0"])
+@pytest.mark.parametrize("name", ["mobilenetv3_small_050", "efficientnet_b0", "resnetv2_18"])
 def test_timm_models_are_those_of_one_process(name):
     pytest.importorskip("timm", exc_type=ImportError)
 

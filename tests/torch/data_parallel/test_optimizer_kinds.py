@@ -76,6 +76,14 @@ def test_it_learns_what_it_learns_in_one_process(kind, config):
     assert len(set(expected)) == len(expected)
 
 
+@pytest.mark.parametrize("config", [{}, *DIVIDED.values()], ids=["dp", *DIVIDED])
+def test_a_learning_rate_may_be_a_tensor(config):
+    expected = run_warm(learned, 1, {}, "Adam", {"lr": 0.01})[0]
+    options = {"lr": torch.tensor(0.01), "foreach": False}
+
+    assert_equal_curves(run_warm(learned, 2, config, "Adam", options), expected)
+
+
 @pytest.mark.parametrize(("config", "divided"), [("zero1", 1.0), ("tp", 2 / 3)])
 @pytest.mark.parametrize("kind", REFUSED)
 def test_what_needs_whole_parameters_is_refused(kind, config, divided):
