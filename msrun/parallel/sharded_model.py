@@ -17,12 +17,12 @@ from msrun.parallel.config import DATA_AXIS, ROOT, ParallelConfig
 from msrun.parallel.foreach.global_hooks import check_global_hooks
 from msrun.parallel.foreach.step_hooks import before_step
 from msrun.parallel.local import is_sharded
+from msrun.parallel.losses.call_hook import CallHook, weakly
 from msrun.parallel.losses.decisions import Decisions
-from msrun.parallel.torch_compat import local_tensor, without_functions
+from msrun.parallel.weights.memory import ParameterMemory
 
 if TYPE_CHECKING:
     from torch.distributed.fsdp import FSDPModule
-    from torch.distributed.tensor import DTensor
 
     from msrun.parallel.auto.dropout_rng import DropoutRng
     from msrun.parallel.copies.group import Copies
@@ -249,10 +249,10 @@ class ShardedModel:
         # Weak, since the runtime maps the model to this object: a strong reference would keep both.
         self._model = weakref.ref(model)
         self._own = set(model.parameters())
-        self._divided = [_Memory(param) for param in self._own if is_sharded(param)]
+        self._divided = [ParameterMemory(param) for param in self._own if is_sharded(param)]
         if self._divided:
-            check = weakref.WeakMethod(self._check_data)
-            nn.Module.register_forward_pre_hook(model, _DataHook(check))
+            check = CallHook(weakly(self._check_data))
+            nn.Module.register_forward_pre_hook(model, check)
         # Optimizer -> how many parameters it held when it was checked.
         self._optimizers: weakref.WeakKeyDictionary[torch.optim.Optimizer, int] = (
             weakref.WeakKeyDictionary()
@@ -433,60 +433,6 @@ class ShardedModel:
                     f"{type(optimizer).__name__} holds parameters from before rt.shard",
                     hint="make the optimizer after rt.shard(model)",
                 )
-
-
-class _Memory:
-    """The memory of a sharded parameter, which `param.data = tensor` exchanges.
-
-    A `DTensor` has none: it is a shell around the tensor of this rank, which stays as it was.  What
-    exchanges both, as `model.to(dtype)` does, is right.
-
-    Args:
-        param: The parameter.
-    """
-
-    def __init__(self, param: DTensor) -> None:
-        self.param = param
-        self._note()
-
-    def is_exchanged(self) -> bool:
-        """Return whether the shell alone is another."""
-        with without_functions():  # those of a plan take the part of this rank
-            if self.param.data_ptr() or self.param.untyped_storage() is self._shell:
-                return bool(self.param.data_ptr())
-        is_alone = local_tensor(self.param) is self._part
-        if not is_alone:
-            self._note()
-        return is_alone
-
-    def _note(self) -> None:
-        # torch returns the same object for the same memory as long as somebody holds it.
-        self._shell, self._part = self.param.untyped_storage(), local_tensor(self.param)
-
-
-class _DataHook:
-    """A hook of a model that is left out of copies in files, and is the same in others.
-
-    Args:
-        check: Called before each forward, while its object is there.
-    """
-
-    def __init__(self, check: Callable[[], Callable[[], None] | None]) -> None:
-        self._check = check
-
-    def __call__(self, *_: object) -> None:
-        if not torch.compiler.is_compiling() and (check := self._check()):
-            check()
-
-    def __deepcopy__(self, _: object) -> _DataHook:
-        return self
-
-    def __reduce__(self) -> tuple[Any, ...]:
-        return _DataHook, (_nothing,)
-
-
-def _nothing() -> None:
-    """Check nothing of a model that was read from a file."""
 
 
 class KnownOptimizers:

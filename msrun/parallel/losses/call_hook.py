@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import weakref
 from collections.abc import Callable
 from typing import Any
 
@@ -31,6 +32,17 @@ class CallHook:
 
     def __reduce__(self) -> tuple[Any, ...]:
         return CallHook, (_nothing,)
+
+
+def weakly(method: Callable[[], None]) -> Callable[..., None]:
+    """Return what calls a method while its object is there, and takes what hooks get."""
+    reference = weakref.WeakMethod(method)
+
+    def call(*_: object) -> None:
+        if found := reference():
+            found()
+
+    return call
 
 
 def trains(model: nn.Module) -> bool:
