@@ -208,7 +208,7 @@ def _trained_with(config, between, options):
 
 
 @pytest.mark.parametrize("config", CONFIGS.values(), ids=CONFIGS)
-@pytest.mark.parametrize("between", [*RIGHT, "words"], ids=str)
+@pytest.mark.parametrize("between", [*RIGHT, "words"], ids=lambda it: getattr(it, "__name__", it))
 def test_what_parts_may_decide_trains_as_one_process(between, config):
     alone = run_warm(trained, 1, {}, between)[0]
     for losses, said, is_same in run_warm(trained, RANKS, config, between):
