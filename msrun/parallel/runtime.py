@@ -678,7 +678,8 @@ class Runtime:
         """
         sharded = self._models.get(model)
         if sharded is None:
-            raise UsageError(f"{type(model).__name__} is not a model of rt.shard")
+            hint = "pass what rt.shard returned; model.compile() compiles it in place"
+            raise UsageError(f"{type(model).__name__} is not a model of rt.shard", hint=hint)
         return sharded
 
     def _check_known(self, optimizer: torch.optim.Optimizer) -> None:

@@ -7,6 +7,7 @@ reduces them.  `losses` adds up the loss over micro-batches and ranks.
 from __future__ import annotations
 
 from collections.abc import Callable, Collection, Sequence
+from contextlib import nullcontext
 from dataclasses import replace
 from functools import partial
 from typing import TYPE_CHECKING, Any, cast
@@ -36,6 +37,7 @@ from msrun.parallel.losses.batch import (
 )
 from msrun.parallel.losses.decisions import DecisionTrace
 from msrun.parallel.losses.sample_watch import SampleWatch
+from msrun.parallel.losses.sequence_first import refusing_sequences_first
 from msrun.parallel.losses.tally import LossTally, TallyRanks
 from msrun.parallel.losses.terms import PartLoss
 from msrun.parallel.rank_context import EpochEnd, RankContext
@@ -70,7 +72,7 @@ def run_step(
         raise ModelError("the batch has no sample")
     context.batch.choose(tensors_in(tuple(values)))
     parts = sharded.pipeline().microbatches if sharded.is_pipeline else sharded.microbatches
-    check_target(values, parts)
+    check_target(values, parts, context.batch.current.samples)
     if context.batch.end:
         _check_end(context.batch.end, sharded, returns_loss=loss_fn is None)
     is_cut = parts > 1 or context.layout.size(DATA_AXIS) > 1
@@ -425,7 +427,8 @@ def _watched(
             watch.seed(tensors_in(output), sharded.known)
         return output
 
-    with eagerly(), trace, watch:
+    first = refusing_sequences_first(sharded.model(), watch) if is_cut else nullcontext()
+    with eagerly(), first, trace, watch:
         loss = _loss(run, tally, loss_fn, part, samples, is_planned=sharded.has_fixed_shapes)
     is_known = has_samples_first(part, known)
     tally.refuse_if(watch.read(loss.value, is_cut=is_cut, is_known=is_known))

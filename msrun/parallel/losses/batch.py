@@ -221,12 +221,24 @@ def _takes_names(model: nn.Module, batch: Mapping[str, Any]) -> bool:
     return bool(names.intersection(batch)) or len(required) != 1
 
 
-def check_target(batch: StepBatch, parts: int) -> None:
-    """Refuse a target that `parts` micro-batches could not have their own part of.
+def check_target(batch: StepBatch, parts: int, known: int = 0) -> None:
+    """Refuse a batch that `parts` micro-batches could not have their own part of.
+
+    Args:
+        batch: Of this rank.
+        parts: Micro-batches.
+        known: Samples in it, as a loader says; 0 if none does.
 
     Raises:
-        ModelError: It has rows, and not as many as the first input, so it would not be cut.
+        ModelError: The target has rows, and not as many as the first input, so it would not be cut;
+            or samples are in dim 1.
     """
+    if parts > 1 and sample_dim(batch, known):
+        raise ModelError(
+            f"the batch has its {known} samples in dim 1, and {parts} micro-batches cut dim 0",
+            hint="put samples first in inputs and target: transpose a batch with the sequence "
+            "first",
+        )
     samples = batch_size(batch)
     rows = [len(tensor) for tensor in tensors_in(batch.target) if tensor.dim()]
     if parts > 1 and max(rows, default=1) > 1 and samples not in rows:

@@ -166,6 +166,11 @@ class SampleWatch(TorchFunctionMode):
         problem = self._rows.problem(tensor)
         return Mixture(problem + self._cut) if problem else None
 
+    def has_samples_first(self, tensor: Tensor) -> bool:
+        """Return whether dim 0 of `tensor` is known to be that of samples."""
+        mark = self._mark(tensor)
+        return mark is not None and mark.dim == 0
+
     def known(self, outputs: Sequence[Tensor]) -> tuple[Known, ...]:
         """Return what is known of outputs of the model, for a watch of the loss alone."""
         found = []

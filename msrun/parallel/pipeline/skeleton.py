@@ -8,7 +8,7 @@ from __future__ import annotations
 import copy
 import traceback
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from contextlib import contextmanager, nullcontext
+from contextlib import AbstractContextManager, contextmanager, nullcontext
 from functools import partial
 from typing import Any, NoReturn
 
@@ -22,6 +22,7 @@ from msrun.errors import ModelError
 from msrun.parallel.local import is_equal
 from msrun.parallel.losses.batch import map_leaves, tensors_in
 from msrun.parallel.losses.sample_watch import SampleWatch
+from msrun.parallel.losses.sequence_first import refusing_sequences_first
 from msrun.parallel.pipeline.chunks import STAGES
 from msrun.parallel.pipeline.record.guard import CopyGuard, PythonRandom
 from msrun.parallel.pipeline.record.modes import closing
@@ -44,6 +45,9 @@ class Skeleton:
         model: Nothing in it changes.
         is_unit: Whether the module of this name is one step.
         device: Of the model.
+
+    Attributes:
+        is_cut: Whether batches are cut into micro-batches.
     """
 
     def __init__(
@@ -66,6 +70,7 @@ class Skeleton:
         self._tensors = dict(_named_tensors(self._copy))
         self._opened: dict[str, nn.Module] = {}
         self.watched = WatchedValues()
+        self.is_cut = True
         originals = dict(model.named_modules())
         for name, module in list(self._copy.named_modules()):
             if name and is_unit(name):
@@ -118,8 +123,11 @@ class Skeleton:
             self._recorder = recorder
             states = PythonRandom()
             watch = None if samples is None else SampleWatch(values, samples)
+            first: AbstractContextManager[None] = nullcontext()
+            if watch and self.is_cut:
+                first = refusing_sequences_first(self._copy, watch)
             try:
-                with watch or nullcontext(), self.watched.finding(recorder.note), recorder:
+                with first, watch or nullcontext(), self.watched.finding(recorder.note), recorder:
                     output = self._copy.forward(*args, **named)
                 self._check(self.watched.changed(), states.changed())
                 recorder.finish(output)
@@ -253,6 +261,8 @@ class Skeleton:
         A unit may need values, for a route through experts; the shapes of its outputs rarely
         depend on them, and what is sent is checked.
         """
+        if isinstance(error, ModelError):  # a refusal, also of values
+            raise error
         unit = self._copy.get_submodule(name)
         recorder, self._recorder = self._recorder, None
         try:

@@ -17,7 +17,7 @@ from torch import Tensor
 from msrun.parallel.config import DATA_AXIS, PIPELINE_AXIS
 from msrun.parallel.exchange.messages import SentTensor, broadcast, gather_all
 from msrun.parallel.local import full_tensor, is_sharded
-from msrun.parallel.losses.batch import batch_size, map_leaves, tensors_in
+from msrun.parallel.losses.batch import batch_size, map_leaves, sample_dim, tensors_in
 from msrun.parallel.rank_context import RankContext
 
 Receive = Callable[[str, Tensor], None]
@@ -112,7 +112,9 @@ def whole_batch(context: RankContext, batch: Any) -> Any:
     if members[0] != 0:  # ranks of other groups have copies of these batches
         return None
     tensors = [SentTensor.of(tensor) for tensor in tensors_in(batch)]
-    sent = _SentBatch(batch_size(batch), tensors, repr(_plain_values(batch)))
+    dim = sample_dim(batch, context.batch.current.samples)
+    samples = context.batch.current.samples if dim else batch_size(batch)
+    sent = _SentBatch(samples, tensors, repr(_plain_values(batch)))
     of_ranks = gather_all(sent, _SentBatch, group, context.device)
     if context.rank != 0:
         return None
@@ -122,7 +124,7 @@ def whole_batch(context: RankContext, batch: Any) -> Any:
     if len({len(each.tensors) for each in of_ranks}) > 1:
         raise NotOneBatchError("the batches of ranks hold other numbers of tensors")
     joined = zip(*([one.tensor() for one in each.tensors] for each in of_ranks), strict=True)
-    return map_leaves(lambda _: _join(next(joined), sizes).to(context.device), batch)
+    return map_leaves(lambda _: _join(next(joined), sizes, dim).to(context.device), batch)
 
 
 def _plain_values(batch: Any) -> list[Any]:
@@ -138,12 +140,20 @@ def _plain_values(batch: Any) -> list[Any]:
     return found
 
 
-def _join(parts: Sequence[Tensor], sizes: Sequence[int]) -> Tensor:
-    """Return the tensor of the whole batch of which ranks have `parts`, of so many samples."""
+def _join(parts: Sequence[Tensor], sizes: Sequence[int], dim: int) -> Tensor:
+    """Return the tensor of the whole batch of which ranks have `parts`.
+
+    Args:
+        parts: Of each rank.
+        sizes: Samples of each rank.
+        dim: That of samples; a tensor with fewer dims has them in its first.
+    """
     shapes = [tuple(part.shape) for part in parts]
-    is_cut = all(shape[:1] == (size,) for shape, size in zip(shapes, sizes, strict=True))
-    if is_cut and len({shape[1:] for shape in shapes}) == 1:
-        return torch.cat(list(parts))
+    dim = min(dim, len(shapes[0]) - 1)
+    at = slice(dim, dim + 1)
+    is_cut = all(shape[at] == (size,) for shape, size in zip(shapes, sizes, strict=True))
+    if is_cut and len({(shape[:dim], shape[dim + 1 :]) for shape in shapes}) == 1:
+        return torch.cat(list(parts), dim)
     if len(set(shapes)) > 1:
         raise NotOneBatchError(
             f"a tensor of shape {shapes[0]} on one rank and "

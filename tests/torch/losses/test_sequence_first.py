@@ -1,0 +1,147 @@
+"""Batches with the sequence first: right on data-parallel ranks, refused in micro-batches."""
+
+import pytest
+import torch
+from ranks import run_warm
+from torch import nn
+from torch.nn import functional
+from torch.utils.data import TensorDataset
+
+import msrun
+from msrun.errors import ModelError
+
+pytestmark = pytest.mark.torch
+
+WORDS, WIDTH, TOKENS, SAMPLES = 10, 8, 6, 8
+STAGES = {"embed": 0, "cells": 0, "head": 1}
+PIPELINE = {"mesh": {"pp": 2}, "pipeline": {"stages": STAGES, "microbatches": 2}}
+
+
+class Cells(nn.Module):
+    """Attention among the tokens of a sequence, as recurrent cells are called."""
+
+    def __init__(self):
+        super().__init__()
+        self.attention = nn.MultiheadAttention(WIDTH, 2)
+
+    def forward(self, x):
+        return self.attention(x, x, x, need_weights=False)
+
+
+class LanguageModel(nn.Module):
+    """Takes (tokens, samples), or (samples, tokens) and turns them."""
+
+    def __init__(self, cells, *, turns):
+        super().__init__()
+        self.embed = nn.Embedding(WORDS, WIDTH)
+        self.cells = cells
+        self.head = nn.Linear(WIDTH, WORDS)
+        self.turns = turns
+
+    def forward(self, x):
+        h = self.embed(x)
+        if self.turns:
+            h = h.transpose(0, 1)
+        h = self.head(self.cells(h)[0])
+        return h.transpose(0, 1) if self.turns else h
+
+
+CELLS = {
+    "RNN": lambda: nn.RNN(WIDTH, WIDTH),
+    "LSTM": lambda: nn.LSTM(WIDTH, WIDTH),
+    "MultiheadAttention": Cells,
+}
+
+
+def entropy(output, target):
+    return functional.cross_entropy(output.flatten(0, 1), target.flatten())
+
+
+def sequence_first(rows):
+    return tuple(torch.stack(each, 1) for each in zip(*rows, strict=True))
+
+
+def trained(config, cells, *, turns=False, has_loader=False, has_sample=True, tokens=TOKENS):
+    """Return the losses of two steps, or what refuses them."""
+    rt = msrun.init(config)
+    torch.manual_seed(0)
+    x, y = torch.randint(WORDS, (2, SAMPLES, tokens))
+    model = LanguageModel(CELLS[cells](), turns=turns)
+    sample = (x if turns else x.T,) if has_sample else None
+    model = rt.shard(model, sample)
+    optimizer = rt.optimizer(torch.optim.SGD(model.parameters(), lr=0.5))
+    share, parts = rt.coordinate.get("dp", 0), rt.layout.axes.get("dp", 1)
+    try:
+        if has_loader:
+            data = rt.loader(TensorDataset(x, y), SAMPLES, collate_fn=sequence_first)
+            return [rt.step(model, optimizer, entropy, *b).item() for _ in range(2) for b in data]
+        own = [part.chunk(parts)[share] for part in (x, y)]
+        batch = own if turns else [part.T for part in own]
+        return [rt.step(model, optimizer, entropy, *batch).item() for _ in range(2)]
+    except ModelError as error:
+        return error.message
+    finally:
+        rt.close()
+
+
+def run(ranks, config, cells, **options):
+    """Return what the first rank returned; all returned the same."""
+    found = run_warm(_trained, ranks, config, cells, options)
+    assert all(each == found[0] for each in found)
+    return found[0]
+
+
+def _trained(config, cells, options):
+    return trained(config, cells, **options)
+
+
+CUT = {"accumulate": (1, {"accumulate": 2}), "dp": (2, {"accumulate": 2}), "pp": (2, PIPELINE)}
+
+
+@pytest.mark.parametrize(("ranks", "config"), CUT.values(), ids=CUT)
+@pytest.mark.parametrize("cells", CELLS)
+def test_layers_whose_sequence_micro_batches_cut_are_refused(cells, ranks, config):
+    assert run(ranks, config, cells) == (
+        f"{cells} has sequences in dim 0 of its input (batch_first=False), which micro-batches cut"
+    )
+
+
+def test_a_stage_that_was_traced_without_a_sample_is_refused_too():
+    assert "has sequences in dim 0" in run(2, PIPELINE, "LSTM", has_sample=False)
+
+
+@pytest.mark.parametrize(("ranks", "config"), CUT.values(), ids=CUT)
+def test_as_many_tokens_as_samples_are_refused_too(ranks, config):
+    assert "has sequences in dim 0" in run(ranks, config, "LSTM", tokens=SAMPLES)
+
+
+@pytest.mark.parametrize(("ranks", "config"), CUT.values(), ids=CUT)
+@pytest.mark.parametrize("cells", CELLS)
+def test_models_that_turn_their_batch_train_as_one_process(cells, ranks, config):
+    alone = run(1, {}, cells, turns=True)
+    assert run(ranks, config, cells, turns=True) == pytest.approx(alone, rel=1e-6)
+
+
+@pytest.mark.parametrize("cells", CELLS)
+def test_data_parallel_ranks_take_the_sequence_first(cells):
+    assert run(2, {}, cells) == pytest.approx(run(1, {}, cells), rel=1e-6)
+
+
+def test_one_micro_batch_of_a_pipeline_takes_the_sequence_first():
+    stages = {"stages": STAGES, "microbatches": 1, "schedule": "gpipe"}
+    whole = {"mesh": {"pp": 2}, "pipeline": stages}
+    assert run(2, whole, "RNN") == pytest.approx(run(1, {}, "RNN"), rel=1e-6)
+
+
+@pytest.mark.parametrize(("ranks", "config"), CUT.values(), ids=CUT)
+def test_a_loader_knows_where_the_samples_are(ranks, config):
+    count = SAMPLES // (ranks if "pp" not in config.get("mesh", {}) else 1)
+    assert run(ranks, config, "RNN", has_loader=True) == (
+        f"the batch has its {count} samples in dim 1, and 2 micro-batches cut dim 0"
+    )
+
+
+def test_verify_joins_the_samples_of_a_loader():
+    config = {"verify": "first_step"}
+    found = run(2, config, "RNN", has_loader=True)
+    assert found == pytest.approx(run(1, {}, "RNN", has_loader=True), rel=1e-6)
