@@ -35,6 +35,7 @@ from msrun.parallel.losses.batch import (
     tensors_in,
     without_items,
 )
+from msrun.parallel.losses.carried import uncarried
 from msrun.parallel.losses.decisions import DecisionTrace
 from msrun.parallel.losses.sample_watch import SampleWatch
 from msrun.parallel.losses.sequence_first import refusing_sequences_first
@@ -289,6 +290,7 @@ def _train(
     must_join = sharded.order is not None or sharded.exchanges_tokens
     may_skip = ranks.size > 1 and not must_join and context.images is None
     looks = looks and _may_look(sharded, tally, len(parts), known)
+    compute = partial(_loss, model, tally, loss_fn, is_planned=sharded.has_fixed_shapes)
     absent = 0  # parts whose loss depends on no output
     sharded.decisions.begin(ranks.group, context.device, len(parts))
     for index, part in enumerate(parts):
@@ -300,12 +302,11 @@ def _train(
             samples = batch_size(part)
             if sharded.sequences:
                 sharded.sequences.begin(part)
-            measured = known if dim else samples
             if is_traced:
                 loss = _watched(sharded, tally, loss_fn, part, known, is_cut=len(parts) > 1)
             else:
-                is_planned = sharded.has_fixed_shapes
-                loss = _loss(model, tally, loss_fn, part, measured, is_planned=is_planned)
+                run = partial(compute, part, known if dim else samples)
+                loss = uncarried(sharded.decisions, part, run, tally.refuse_if)
             if must_join:
                 _check_joins(context, sharded, loss.value)
             absent += not depends(loss.value)
@@ -418,7 +419,7 @@ def _watched(
     dim = sample_dim(part, known)
     samples = known if dim else batch_size(part)
     watch = SampleWatch(part.target if sharded.has_fixed_shapes else part, samples, dim)
-    trace = DecisionTrace(sharded.decisions, tensors_in(part))
+    trace = sharded.decisions.trace = DecisionTrace(sharded.decisions, tensors_in(part))
 
     def run(*args: Any, **kwargs: Any) -> Any:
         with trace.in_model():

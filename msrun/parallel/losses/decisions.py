@@ -43,7 +43,7 @@ from msrun.parallel.losses.call_hook import CallHook, trains
 from msrun.parallel.losses.mixing import dims_of
 from msrun.parallel.losses.notes import watch_numbers
 from msrun.parallel.losses.sample_dims import script_line
-from msrun.parallel.losses.torch_calls import DIVIDING
+from msrun.parallel.losses.torch_calls import DIVIDING, of_values, tensors_of
 from msrun.parallel.torch_compat import eagerly, is_in_backward, write_count
 
 _DEPENDENCE = "msrun_dependence"
@@ -93,6 +93,7 @@ class Decisions:
 
     Attributes:
         lines: Of the script, which decide.
+        trace: Of the first micro-batch of the first step, until the second begins.
     """
 
     def __init__(self) -> None:
@@ -104,6 +105,7 @@ class Decisions:
         self._part = self._next = 0
         self._is_step = self._is_traced = False
         self._calls: list[contextlib.ExitStack] = []
+        self.trace: DecisionTrace | None = None
 
     def begin(self, group: dist.ProcessGroup | None, device: torch.device, parts: int) -> None:
         """Begin a step.
@@ -114,7 +116,7 @@ class Decisions:
             parts: Micro-batches of a rank.
         """
         self._group, self._device, self._parts = group, device, parts
-        self._first, self._part = [], 0
+        self._first, self._part, self.trace = [], 0, None
 
     @contextlib.contextmanager
     def in_step(self) -> Iterator[None]:
@@ -286,7 +288,7 @@ class DecisionTrace(TorchFunctionMode):
         """Run `func`; see the class."""
         del types
         kwargs = kwargs or {}
-        given = _tensors((*args, *kwargs.values()))
+        given = tensors_of(of_values(_name(func), args, kwargs))
         # Before the call, which may write them.
         dependences = [dependence for tensor in given if (dependence := self._dependence(tensor))]
         result = func(*args, **kwargs)
@@ -300,7 +302,7 @@ class DecisionTrace(TorchFunctionMode):
             return result
         if _takes_one(name, args, kwargs):
             return result
-        for tensor in _tensors((result,)):
+        for tensor in tensors_of((result,)):
             self._leave(tensor, _dependence_of(name, args, kwargs, dependences, tensor))
         return result
 
@@ -320,6 +322,19 @@ class DecisionTrace(TorchFunctionMode):
                     f"`{ROOT}: {{verify: first_step}}` compares",
                     stacklevel=3,
                 )
+
+    def forget(self, tensor: Tensor) -> None:
+        """Let `tensor` be none that was computed here."""
+        vars(tensor).pop(_DEPENDENCE, None)
+
+    def extend(self, tensor: Tensor) -> None:
+        """Let `tensor` be one that was computed here."""
+        self._leave(tensor, Dependence(is_value=True))
+
+    def made(self, tensor: Tensor) -> bool:
+        """Return whether `tensor` was computed here, and not written since."""
+        number, *noted = getattr(tensor, _DEPENDENCE, (None,))
+        return number == self._number and noted[0] == write_count(tensor)
 
     def _leave(self, tensor: Tensor, dependence: Dependence) -> None:
         if not tensor.is_inference():
@@ -372,15 +387,6 @@ def _takes_one(name: str, args: Sequence[Any], kwargs: Mapping[str, Any]) -> boo
     at = 2 if name in ("chunk", "split") else 1
     dim = kwargs.get("dim", args[at] if len(args) > at else 0)
     return bool(dim == 0)
-
-
-def _tensors(values: Iterable[Any]) -> list[Tensor]:
-    """Return tensors among `values` and in lists and tuples among them."""
-    found = []
-    for value in values:
-        items = value if isinstance(value, tuple | list) else (value,)
-        found += [item for item in items if isinstance(item, Tensor)]
-    return found
 
 
 def _name(func: Callable[..., Any]) -> str:

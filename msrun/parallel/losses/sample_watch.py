@@ -138,7 +138,7 @@ class SampleWatch(TorchFunctionMode):
         elif outcome and self.samples > 1:  # any dim of one may be that of one sample
             mixture = mixture or outcome
         if mixture and tensor.grad_fn:
-            self._found.append((mixture, _node(tensor.grad_fn, tensor.output_nr)))
+            self._found.append((mixture, node_of(tensor.grad_fn, tensor.output_nr)))
         elif mixture and tensor.is_floating_point():
             setattr(tensor, _MIXTURE, (self._number, *mixture))
 
@@ -175,7 +175,7 @@ class SampleWatch(TorchFunctionMode):
         """Return what is known of outputs of the model, for a watch of the loss alone."""
         found = []
         for tensor in outputs:
-            nodes = _graph(tensor) if self._found else set()
+            nodes = graph_of(tensor) if self._found else set()
             reached = next((mixture for mixture, node in self._found if node in nodes), None)
             reached = reached or self._mixture(tensor) or self._by_position(tensor)
             found.append(Known(self._mark(tensor), reached))
@@ -197,7 +197,7 @@ class SampleWatch(TorchFunctionMode):
             is_known: Whether it has, as a loader knows how many there are.
         """
         found, self._found = self._found, []
-        nodes = _graph(loss) if found else set()
+        nodes = graph_of(loss) if found else set()
         by_position = self._by_position(loss)
         is_cut = is_cut or bool(is_known and by_position)
         reached = by_position if is_known else None
@@ -215,13 +215,13 @@ class SampleWatch(TorchFunctionMode):
         return None
 
 
-def _graph(loss: Tensor) -> set[Any]:
-    """Return the nodes of autograd that `loss` was computed by, as `_node` has them."""
+def graph_of(loss: Tensor) -> set[Any]:
+    """Return the nodes of autograd that `loss` was computed by, as `node_of` has them."""
     seen: set[Any] = set()
     waiting: list[tuple[Any, int]] = [(loss.grad_fn, loss.output_nr)]
     while waiting:
         step, output = waiting.pop()
-        node = _node(step, output)
+        node = node_of(step, output)
         if step is None or node in seen:
             continue
         seen.add(node)
@@ -230,7 +230,7 @@ def _graph(loss: Tensor) -> set[Any]:
     return seen
 
 
-def _node(step: Any, output: int) -> Any:
+def node_of(step: Any, output: int) -> Any:
     """Return a node of autograd, with its output if it only joins tensors of different origin."""
     return (step, output) if passes_straight(step) else step
 

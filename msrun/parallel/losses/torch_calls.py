@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from typing import Any
 
 from torch import Tensor
@@ -14,6 +14,8 @@ _ZEROS = frozenset(["zeros", "new_zeros", "zeros_like"])
 # Of their arguments none is a value of the result, or only those of the first.
 _OF_SIZES = frozenset(["zeros", "ones", "empty", "rand", "randn", "new_zeros", "new_ones"])
 _OF_SIZES |= {"new_empty"}
+# They give their first argument the form of the second.
+_TO_FORM = frozenset(["to", "type_as", "expand_as", "view_as", "reshape_as"])
 _TO_SIZES = frozenset(["narrow", "view", "reshape", "expand", "repeat", "multinomial"])
 
 SUMS = frozenset(["sum", "nansum", "count_nonzero"])
@@ -50,6 +52,24 @@ def deciding(name: str, args: tuple[Any, ...], kwargs: dict[str, Any]) -> tuple[
     if name in _TO_SIZES:
         return args[:1]
     return (*args, *kwargs.values())
+
+
+def of_values(name: str, args: Sequence[Any], kwargs: Mapping[str, Any]) -> Sequence[Any]:
+    """Return the arguments of a function whose values its result has, and not their form alone."""
+    if name.startswith("new_") or name.endswith("_like"):
+        return ()
+    if name in _TO_FORM:
+        return args[:1]
+    return (*args, *kwargs.values())
+
+
+def tensors_of(values: Iterable[Any]) -> list[Tensor]:
+    """Return tensors among `values` and in lists and tuples among them."""
+    found = []
+    for value in values:
+        items = value if isinstance(value, tuple | list) else (value,)
+        found += [item for item in items if isinstance(item, Tensor)]
+    return found
 
 
 def dim_order(name: str, count: int, args: Sequence[Any], kwargs: Mapping[str, Any]) -> list[int]:
