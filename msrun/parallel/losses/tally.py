@@ -35,8 +35,8 @@ from torch.nn import Parameter
 
 from msrun.errors import ConfigError, ModelError, PeerRankError, UsageError
 from msrun.parallel.exchange import messages
+from msrun.parallel.exchange.host_copy import HostCopy
 from msrun.parallel.local import full_tensor, is_sharded, local_gradient
-from msrun.parallel.losses.host_copy import HostCopy
 from msrun.parallel.losses.terms import Kind, PartLoss, Term, count_type
 from msrun.parallel.losses.watch import LossWatch
 from msrun.parallel.torch_compat import eagerly

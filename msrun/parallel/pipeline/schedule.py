@@ -47,7 +47,7 @@ from msrun.parallel.pipeline.microbatch import MicrobatchSplit, WrittenBuffers
 from msrun.parallel.pipeline.ranks import PipelineRanks
 from msrun.parallel.pipeline.reach.border_reach import BorderReach
 from msrun.parallel.pipeline.timeline import Action, plain_order
-from msrun.parallel.torch_compat import eagerly, write_count
+from msrun.parallel.torch_compat import eagerly, is_fake, write_count
 
 if TYPE_CHECKING:
     from msrun.parallel.copies.group import Copies
@@ -170,6 +170,13 @@ class Work:
             ends = [tensor.grad_fn for tensor in tensors_in(output)]
             data = tensors_in([output, target])
             loss = self.tally.measure(compute, max(samples, 1), data, inputs)
+            if is_fake(loss.value) and not any(map(is_fake, data)):
+                raise ModelError(
+                    "the loss function reads a tensor without values, which a hook or an attribute "
+                    "of a module has from when the stages were recorded",
+                    hint="return what the loss needs from the forward of the model: the last stage "
+                    "gets outputs alone, and no activations of other stages",
+                )
             self.check(ends, loss.value)
             if self.is_planned:
                 loss = replace(loss, value=attached(loss.value, tensors_in(output)))

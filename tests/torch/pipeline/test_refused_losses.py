@@ -310,3 +310,39 @@ def losses_of_writes():
 def test_a_model_may_write_its_input():
     for found, expected in run_warm(losses_of_writes, 2):
         assert found == pytest.approx(expected, rel=1e-6)
+
+
+class Named(nn.Module):
+    def __init__(self):
+        super().__init__()
+        self.up, self.down = nn.Linear(8, 8), nn.Linear(8, 8)
+
+    def forward(self, x):
+        return self.down(self.up(x).relu())
+
+
+def with_features():
+    """Return what a loss says that reads what a hook took from a layer of the first stage."""
+    features = []
+    rt = msrun.init(
+        {"mesh": {"pp": 2}, "pipeline": {"stages": {"up": 0, "down": 1}, "microbatches": 2}}
+    )
+    torch.manual_seed(0)
+    model, x = Named(), torch.randn(4, 8)
+    model.up.register_forward_hook(lambda _, __, output: features.append(output))
+    model = rt.shard(model, (x,))
+    update = torch.optim.SGD(model.parameters(), lr=0.1)
+
+    def loss(output, target):
+        return functional.mse_loss(output, target) + features[-1].square().mean()
+
+    with pytest.raises(ModelError) as caught:
+        rt.step(model, update, loss, x, x)
+    rt.close()
+    return caught.value.message
+
+
+@pytest.mark.filterwarnings("ignore:The .grad attribute")  # torch looks, where the two kinds meet
+def test_a_loss_of_what_was_recorded_without_values_is_refused_on_all_ranks():
+    for said in run_warm(with_features, 2):
+        assert said.startswith("the loss function reads a tensor without values")
