@@ -1,5 +1,6 @@
 """Parameter servers are processes of the job: they outlive its workers, and nothing outlives it."""
 
+import contextlib
 import json
 import re
 import secrets
@@ -8,6 +9,7 @@ import signal
 import subprocess
 import sys
 import textwrap
+from functools import partial
 
 import psutil
 import pytest
@@ -213,8 +215,15 @@ def kill_at_once(job):
     for group in groups:
         until(lambda: not pids_below(group), "for the end of all")  # noqa: B023 - at once
         for each in sorted(group.rglob("*/"), reverse=True):
-            each.rmdir()
+            until(partial(is_removed, each), "for the end of a group")
+        until(partial(is_removed, group), "for the end of a group")
+
+
+def is_removed(group):
+    """Remove a control group, unless the kernel is not yet done with its processes."""
+    with contextlib.suppress(OSError):
         group.rmdir()
+    return not group.exists()
 
 
 def pids_below(group):

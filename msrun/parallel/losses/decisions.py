@@ -17,6 +17,8 @@ compares what the same lines read in later micro-batches and steps.  In a plain 
 model do the same with its calls in training; the script has its micro-batches, so ranks alone are
 compared.
 
+A guard (`if mask.any():`) mostly skips what would do nothing, so parts that differ there are a
+warning, and go on without being compared until their next forward, as their paths may differ.
 A sum over samples grows with them, so that two parts may agree beside the batch; a decision by it
 is refused in micro-batches, and between ranks a warning, as other mixtures are in `sample_watch`.
 Python numbers (`h.max().item()`) are lost to sight, and may only be shown: they are a warning.
@@ -66,6 +68,7 @@ _NUMBERS = frozenset(["item", "tolist", "__float__", "__int__", "__index__"])
 _ANSWERS = frozenset(["__bool__", "is_nonzero", "equal", "allclose"])
 _COMPARISONS = frozenset(["gt", "lt", "ge", "le", "eq", "ne", "isclose", "greater", "less"])
 _COMPARISONS |= {"greater_equal", "less_equal", "not_equal"}
+_GUARDS = frozenset(["any", "all"])
 _OF_NO_VALUE = frozenset(["isnan", "isinf", "isfinite", "isposinf", "isneginf"])
 _SUMS = frozenset(["sum", "nansum", "count_nonzero", "norm", "vector_norm", "prod", "logsumexp"])
 _SUMS |= {"std", "var"}
@@ -82,28 +85,31 @@ class Dependence(NamedTuple):
     Args:
         is_value: Whether it depends on floating-point values, and not on tokens or masks alone.
         is_sum: Whether it is a sum over samples, which grows with them.
+        is_guard: Whether it says that some element has a property, or that all have.
     """
 
     is_value: bool
     is_sum: bool = False
+    is_guard: bool = False
 
 
 class Decisions:
     """What a model decides by values of its part of the batch.
 
     Attributes:
-        lines: Of the script, which decide.
+        lines: Of the script, which decide; each with whether it is a guard.
         trace: Of the first micro-batch of the first step, until the second begins.
     """
 
     def __init__(self) -> None:
-        self.lines: set[str] = set()
+        self.lines: dict[str, bool] = {}
         self._group: dist.ProcessGroup | None = None
         self._device = torch.device("cpu")
         self._parts = 1
         self._first: list[bool] = []  # what the first micro-batch decided
         self._part = self._next = 0
-        self._is_step = self._is_traced = False
+        self._is_step = self._is_traced = self._is_apart = False
+        self._warned: set[str] = set()
         self._calls: list[contextlib.ExitStack] = []
         self.trace: DecisionTrace | None = None
 
@@ -130,7 +136,7 @@ class Decisions:
     @contextlib.contextmanager
     def in_part(self, part: int, *, is_traced: bool = False) -> Iterator[None]:
         """Compare what known lines decide for a micro-batch, inside, unless it is traced."""
-        self._part, self._next = part, 0
+        self._part, self._next, self._is_apart = part, 0, False
         with contextlib.nullcontext() if is_traced else self._watched():
             yield
 
@@ -160,7 +166,7 @@ class Decisions:
             self._calls.append(contextlib.ExitStack())
             return
         self.begin(group, device, 1)
-        self._next = 0
+        self._next, self._is_apart = 0, False
         self._calls.append(stack := contextlib.ExitStack())
         if self._is_traced:
             stack.enter_context(self._watched())
@@ -189,23 +195,39 @@ class Decisions:
         Raises:
             ModelError: Parts decide otherwise, on all ranks.
         """
+        if self._is_apart:
+            return
         if is_sum:
             self._note_sum(line)
         if self._part == 0:
             self._first.append(answer)
         at = self._next
         self._next += 1
-        before = self._first[at] if at < len(self._first) else None
-        is_alike = before == answer
+        is_alike = at >= len(self._first) or self._first[at] == answer
         if self._group is not None:
             found = torch.tensor([answer, not answer], dtype=torch.int32, device=self._device)
             dist.all_reduce(found, dist.ReduceOp.MAX, group=self._group)
             is_alike &= found.tolist() != [1, 1]
-        if not is_alike:
+        if is_alike:
+            return
+        if self.lines.get(line):
+            self._is_apart = True
+            self._warn_of_guard(line)
+        else:
             raise ModelError(
                 f"the model decides by values of a part of the batch, and parts differ{line}; one "
                 "process decides once for the whole batch",
                 hint=_HINT,
+            )
+
+    def _warn_of_guard(self, line: str) -> None:
+        if line not in self._warned:
+            self._warned.add(line)
+            warnings.warn(
+                f"msrun: some parts of the batch have elements for which the model decides{line}, "
+                "and others have none: right if what it decides changes these elements alone; "
+                f"`{ROOT}: {{verify: first_step}}` compares the step with one process",
+                stacklevel=3,
             )
 
     def _note_sum(self, line: str) -> None:
@@ -297,8 +319,7 @@ class DecisionTrace(TorchFunctionMode):
         name = _name(func)
         if not isinstance(result, Tensor | tuple | list):
             if any(dependence.is_value for dependence in dependences):
-                is_sum = any(dependence.is_sum for dependence in dependences)
-                self._read(name, result, is_sum=is_sum)
+                self._read(name, result, dependences)
             return result
         if _takes_one(name, args, kwargs):
             return result
@@ -306,12 +327,14 @@ class DecisionTrace(TorchFunctionMode):
             self._leave(tensor, _dependence_of(name, args, kwargs, dependences, tensor))
         return result
 
-    def _read(self, name: str, result: Any, *, is_sum: bool) -> None:
+    def _read(self, name: str, result: Any, dependences: Sequence[Dependence]) -> None:
         """Compare an answer; say of a number that it is read."""
         if isinstance(result, bool) and name in _ANSWERS | _NUMBERS:
             line = script_line()
-            self._decisions.lines.add(line)
-            self._decisions.compare(result, line, is_sum=is_sum and self._is_in_model)
+            is_sum = any(each.is_sum for each in dependences) and self._is_in_model
+            is_guard = any(each.is_guard for each in dependences)
+            self._decisions.lines[line] = self._decisions.lines.get(line, True) and is_guard
+            self._decisions.compare(result, line, is_sum=is_sum)
         elif name in _NUMBERS and self._is_in_model:
             line = script_line()
             if line not in self._shown:
@@ -360,6 +383,7 @@ def _dependence_of(
     """Return how a result depends on the batch, by what the arguments do."""
     is_value = any(dependence.is_value for dependence in dependences)
     is_sum = any(dependence.is_sum for dependence in dependences)
+    is_guard = name in _GUARDS or any(dependence.is_guard for dependence in dependences)
     if result.is_floating_point():
         is_value |= result.requires_grad  # weights that tokens chose
     elif result.dtype != torch.bool:
@@ -372,8 +396,9 @@ def _dependence_of(
     elif name in DIVIDING:
         is_sum = False  # a mean by hand
     elif name in _COMPARISONS and any(type(arg) in (int, float) and not arg for arg in args):
-        is_sum = False  # whether there is any
-    return Dependence(is_value, is_sum)
+        is_guard |= is_sum  # whether there is any
+        is_sum = False
+    return Dependence(is_value, is_sum, is_guard and result.dtype == torch.bool)
 
 
 def _takes_one(name: str, args: Sequence[Any], kwargs: Mapping[str, Any]) -> bool:

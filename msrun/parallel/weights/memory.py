@@ -4,6 +4,8 @@ from __future__ import annotations
 
 from typing import TYPE_CHECKING
 
+from torch import Tensor
+
 from msrun.parallel.torch_compat import local_tensor, without_functions
 
 if TYPE_CHECKING:
@@ -26,9 +28,12 @@ class ParameterMemory:
 
     def is_exchanged(self) -> bool:
         """Return whether the shell alone is another."""
-        with without_functions():  # those of a plan take the part of this rank
-            if self.param.data_ptr() or self.param.untyped_storage() is self._shell:
-                return bool(self.param.data_ptr())
+        # Of the class: functions of a plan take the part of this rank, and attributes of a
+        # parameter whose update is on its way wait for it.
+        with without_functions():
+            pointer = Tensor.data_ptr(self.param)
+            if pointer or Tensor.untyped_storage(self.param) is self._shell:
+                return bool(pointer)
         is_alone = local_tensor(self.param) is self._part
         if not is_alone:
             self._note()

@@ -411,7 +411,8 @@ def converting(config):
 @pytest.mark.parametrize("level", [1, 3])
 def test_a_forward_that_changes_the_type_of_a_parameter_is_refused(level):
     sentence = (
-        "parallel.optimizer.zero: the forward changes the type of router.weight or of its "
-        "gradient, which ZeRO keeps"
+        "parallel.optimizer.zero: router.weight is another tensor than in rt.shard, or has another "
+        "type, as in torch.func.functional_call or after model.to(dtype), and its module would "
+        "compute with the one that is gathered"
     )
     assert run_warm(converting, 2, zero(level)) == [(sentence, True)] * 2

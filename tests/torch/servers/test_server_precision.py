@@ -9,7 +9,11 @@ from torch.nn import functional
 
 import msrun
 
-pytestmark = pytest.mark.torch
+pytestmark = [
+    pytest.mark.torch,
+    # One of two runs in the job is without servers.
+    pytest.mark.filterwarnings("ignore:msrun. this job has 2 parameter"),
+]
 
 STEPS = 4
 
