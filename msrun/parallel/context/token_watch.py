@@ -21,26 +21,12 @@ from msrun.errors import ModelError
 from msrun.parallel.context.token_calls import MixedTokensError, Taint, TokenCall, TokenPlace
 from msrun.parallel.context.token_dims import PROPERTIES, place_of
 from msrun.parallel.local import is_sharded
-from msrun.parallel.losses.notes import watch_numbers
+from msrun.parallel.losses.notes import PASSING, watch_numbers
 from msrun.parallel.torch_compat import write_count
 
 _LIBRARIES = (Path(torch.__file__).parent, Path(__file__).parents[2])
 _MARK = "msrun_tokens"
 _watches = watch_numbers()
-# Nodes of functions that return what they get: of `fully_shard`, torch's reducer, DTensor, and
-# `tensor.placements` in place of it.
-_PASSING = frozenset(
-    [
-        "RegisterPostBackwardFunctionBackward",
-        "_DDPSinkBackward",
-        "_FromTorchTensorBackward",
-        "_ToTorchTensorBackward",
-        "RedistributeBackward",
-        "_OnMeshBackward",
-        "_PartOfBackward",
-        "_GatheredBackward",
-    ]
-)
 # What reads a number of a tensor, on which code then depends.
 _READING = frozenset(["__bool__", "__int__", "__float__", "__index__", "item", "tolist"])
 # It asks whether position numbers go up one by one, which those of every part do if all do.
@@ -175,7 +161,7 @@ def _shard(tensor: Tensor) -> Tensor | None:
 def _carried(tensor: Tensor) -> Any:
     """Return what was noted of a tensor that a library passed on in one of its own."""
     node, place = tensor.grad_fn, tensor.output_nr
-    while node is not None and node.name() in _PASSING and place < len(node.next_functions):
+    while node is not None and node.name() in PASSING and place < len(node.next_functions):
         node, place = node.next_functions[place]
         metadata: dict[Any, Any] = node.metadata if node else {}  # type: ignore[assignment]
         if noted := metadata.get((_MARK, place)):

@@ -43,27 +43,13 @@ from msrun.parallel.config import ROOT
 from msrun.parallel.losses.batch import tensors_in
 from msrun.parallel.losses.call_hook import CallHook, trains
 from msrun.parallel.losses.mixing import dims_of
-from msrun.parallel.losses.notes import watch_numbers
+from msrun.parallel.losses.notes import PASSING, watch_numbers
 from msrun.parallel.losses.sample_dims import script_line
 from msrun.parallel.losses.torch_calls import DIVIDING, of_values, tensors_of
 from msrun.parallel.torch_compat import eagerly, is_in_backward, write_count
 
 _DEPENDENCE = "msrun_dependence"
 _traces = watch_numbers()
-# Nodes of functions that return what they get: of `fully_shard`, torch's reducer, DTensor, and
-# `tensor.placements` in place of it.  Their results are new tensors.
-_PASSING = frozenset(
-    [
-        "RegisterPostBackwardFunctionBackward",
-        "_DDPSinkBackward",
-        "_FromTorchTensorBackward",
-        "_ToTorchTensorBackward",
-        "RedistributeBackward",
-        "_OnMeshBackward",
-        "_PartOfBackward",
-        "_GatheredBackward",
-    ]
-)
 _NUMBERS = frozenset(["item", "tolist", "__float__", "__int__", "__index__"])
 _ANSWERS = frozenset(["__bool__", "is_nonzero", "equal", "allclose"])
 _COMPARISONS = frozenset(["gt", "lt", "ge", "le", "eq", "ne", "isclose", "greater", "less"])
@@ -370,7 +356,7 @@ class DecisionTrace(TorchFunctionMode):
         if number == self._number:
             return Dependence(*noted[1:]) if noted[0] == write_count(tensor) else None
         node = tensor.grad_fn
-        return Dependence(is_value=True) if node and node.name() in _PASSING else None
+        return Dependence(is_value=True) if node and node.name() in PASSING else None
 
 
 def _dependence_of(

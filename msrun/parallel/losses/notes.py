@@ -12,6 +12,20 @@ import secrets
 from collections.abc import Iterator
 
 _BITS = 62
+# Nodes of functions that return what they get in new tensors, without notes: of `fully_shard`,
+# torch's reducer, DTensor, and `tensor.placements` in place of it.
+PASSING = frozenset(
+    [
+        "RegisterPostBackwardFunctionBackward",
+        "_DDPSinkBackward",
+        "_FromTorchTensorBackward",
+        "_ToTorchTensorBackward",
+        "RedistributeBackward",
+        "_OnMeshBackward",
+        "_PartOfBackward",
+        "_GatheredBackward",
+    ]
+)
 
 
 def watch_numbers() -> Iterator[int]:
