@@ -231,6 +231,23 @@ def test_what_parts_may_decide_trains_as_one_process(between, config):
         assert not is_same
 
 
+def compiled_frames(between):
+    """Return the losses of three steps with `compile`, and how many frames were compiled."""
+    from torch._dynamo.utils import counters
+
+    counters.clear()
+    losses, said, _ = trained({"compile": {"modules": ["first", "last"]}}, between, 3)
+    return losses, said, counters["frames"]["total"]
+
+
+@pytest.mark.filterwarnings("ignore:.torch.jit.script_method. is deprecated")  # the compiler's own
+def test_a_model_that_decides_runs_without_compile():
+    alone = run_warm(trained, 1, {}, of_numbers, 3)[0]
+    for losses, said, frames in run_warm(compiled_frames, RANKS, of_numbers):
+        assert (said, frames) == ([], 0)
+        assert losses == pytest.approx(alone[0], rel=1e-6)
+
+
 PLAIN = {name: CONFIGS[name] for name in ("dp", "zero 1", "zero 3")}
 
 
