@@ -9,7 +9,6 @@ from __future__ import annotations
 
 import math
 from collections.abc import Callable, Sequence
-from functools import partial
 from typing import Any, NamedTuple
 
 import torch
@@ -17,7 +16,7 @@ from torch import Tensor
 from torch.autograd import Function
 from torch.nn import functional
 
-from msrun.parallel.autocast.casts import as_factor
+from msrun.parallel.autocast.casts import as_factor, wide
 from msrun.parallel.images.image_tensor import ImageCall, ImageDim, ImageTensor, Places, rule
 from msrun.parallel.images.rows import RowMove, begin_to_send_back, received
 from msrun.parallel.notation.image_parts import Span, pieces, window_rows
@@ -229,29 +228,22 @@ class _Convolve(Function):
             for before, after in ctx.counts
         ]
         stride, padding, dilation, groups = ctx.options
-        found = again(x, ctx.reaches, arrived)
-        needs = ctx.needs_input_grad[:3]
-        backward = partial(
-            torch.ops.aten.convolution_backward,
-            gradient,
-            found,
-            weight,
-            None if bias is None else list(bias.shape),
-            stride,
-            padding,
-            dilation,
-            False,  # noqa: FBT003
-            [0] * len(stride),
-            groups,
-        )
-        # The gradient of the weights is computed while rows are on their way back.
+        factors = [gradient, again(x, ctx.reaches, arrived), weight]
+        biases = None if bias is None else [*bias.shape]
+        options = (biases, stride, padding, dilation, False, [0] * len(stride), groups)
+        backward = torch.ops.aten.convolution_backward
         needs_x, needs_weight, needs_bias = ctx.needs_input_grad[:3]
         of_x = of_weight = of_bias = None
         if needs_x:
-            of_x = begin_to_draw_in(backward([True, False, False])[0], ctx.reaches)
+            here = backward(*factors, *options, [True, False, False])[0]
+            of_x = begin_to_draw_in(here, ctx.reaches)
+        # The gradient of the weights is computed while rows are on their way back.
         if needs_weight or needs_bias:
+            if gradient.size(-1) == 1 and stride[-1] > 1:
+                # Of these, oneDNN adds up bfloat16 numbers that nothing wrote.
+                factors = [one.to(wide(one)) for one in factors]
             needs = [False, needs_weight, bool(needs_bias and bias is not None)]
-            _, of_weight, of_bias = backward(needs)
+            _, of_weight, of_bias = backward(*factors, *options, needs)
         return of_x and of_x(), of_weight, of_bias, None, None
 
 

@@ -1,6 +1,8 @@
 """`precision` over axes of images: parts round as whole images do, and rows travel narrow."""
 
+import ctypes
 import functools
+import platform
 
 import pytest
 import torch
@@ -101,6 +103,27 @@ def test_parts_of_images_round_as_one_process_does(name):
 @pytest.mark.parametrize("case", CONFIGS)
 def test_parts_with_other_techniques_round_as_one_process_does(case, name, precision):
     check(precision, name, case)
+
+
+GLIBC_PERTURB, NAN = -6, 0x100  # bytes of 0xff, the inverse of the low byte, fill new memory
+
+
+def on_ranks_with_garbage(config):
+    """Train while memory that nothing wrote to is NaN."""
+    c = ctypes.CDLL(None)
+    c.mallopt(GLIBC_PERTURB, NAN)
+    try:
+        return on_ranks(config, "resnet")
+    finally:
+        c.mallopt(GLIBC_PERTURB, 0)
+
+
+@pytest.mark.skipif(platform.libc_ver()[0] != "glibc", reason="fills memory by glibc")
+def test_nothing_that_was_never_written_gets_into_gradients():
+    # The last windows of a rank are one column with a stride.
+    ranks, config = CONFIGS["2 x 2"]
+    for losses, _ in run_warm(on_ranks_with_garbage, ranks, {**config, "precision": "bf16"}):
+        assert losses == pytest.approx(alone("bf16", "resnet")[0], abs=0.02)
 
 
 class Halos(nn.Module):
