@@ -46,6 +46,7 @@ from msrun.parallel.torch_compat import (
     empty_wrapper,
     functional_collective,
     gathered_with_gradient,
+    gradient_hook_numbers,
     gradient_hooks,
     has_global_hooks,
     has_gradient_hooks,
@@ -609,6 +610,7 @@ def test_gradient_hooks_are_those_that_autograd_runs():
         first.register_post_accumulate_grad_hook(lambda _: seen.append("after")),
     ]
     assert has_gradient_hooks(first)
+    assert len({*gradient_hook_numbers([first, second])[0]}) == 2
     taken = [dict(hooks) for hooks in gradient_hooks(first)]
     for hooks in gradient_hooks(first):
         hooks.clear()
@@ -626,6 +628,7 @@ def test_gradient_hooks_are_those_that_autograd_runs():
     second.sum().backward()
     assert len(seen) == 4
     assert not has_gradient_hooks(second)
+    assert gradient_hook_numbers([first, second]) == [(), ()]
 
 
 def attribute_in_forward():

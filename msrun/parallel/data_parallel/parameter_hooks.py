@@ -64,10 +64,22 @@ class ParameterHooks:
         is_once: bool = False,
     ) -> None:
         self._named = list(model.named_parameters())
+        self._params = [param for _, param in self._named]
         self._is_after_reduction = is_after_reduction
         self._can_run = can_run
         self._is_once = is_once
         self._due: list[tuple[str, Parameter]] = []
+        self._without_scripts: list[tuple[int, ...]] = []
+
+    def _has_none(self) -> bool:
+        """Return whether the script has no hook, by their numbers alone if none came or went."""
+        numbers = torch_compat.gradient_hook_numbers(self._params)
+        if numbers == self._without_scripts:
+            return True
+        has_none = not any(any(of_script(param)) for param in self._params)
+        if has_none:
+            self._without_scripts = numbers
+        return has_none
 
     def check(self) -> None:
         """Refuse hooks that autograd runs, or would have to run, on a part of a gradient.
@@ -75,7 +87,7 @@ class ParameterHooks:
         Raises:
             ModelError: A parameter has such a hook.
         """
-        for name, param in self._named:
+        for name, param in () if self._has_none() else self._named:
             before, after = of_script(param)
             if before or (after and param not in self._is_after_reduction):
                 raise ModelError(
@@ -101,10 +113,13 @@ class ParameterHooks:
     @contextlib.contextmanager
     def suspended(self) -> Iterator[None]:
         """Keep autograd from running the hooks; `run` runs them afterwards."""
+        self._due = []
+        if self._has_none():
+            yield
+            return
         if not self._can_run:
             refuse([name for name, param in self._named if any(of_script(param))])
         taken: list[tuple[Hooks, Hooks]] = []
-        self._due = []
         for name, param in self._named:
             if not torch_compat.has_gradient_hooks(param):
                 continue

@@ -130,7 +130,9 @@ class Bucket:
         self.pending = len(self.params)
         count = len(self.params)
         votes = flat.numel() - sum(self._sizes) - count
-        *parts, marks, self._votes = flat.split([*self._sizes, count, votes])
+        *parts, marks, sums = flat.split([*self._sizes, count, votes])
+        # Also an empty view of the buffer would keep the next step from using it again.
+        self._votes = sums if votes else None
         # Marks are sums now: 0 only if no rank had a gradient.
         used = [1.0] * len(parts) if self._is_full else marks.tolist()
         for param, part, shape, mark in zip(self.params, parts, self._shapes, used, strict=True):

@@ -23,7 +23,7 @@ import contextlib
 import threading
 import warnings
 from collections.abc import Callable, Iterator, Sequence
-from functools import partial, wraps
+from functools import lru_cache, partial, wraps
 from typing import Any, Self
 
 import torch
@@ -278,6 +278,7 @@ class _Replacement:
             self._originals.clear()
 
 
+@lru_cache(maxsize=16)  # each forward replaces the same few
 def _replaced(original: Callable[..., Tensor], replacement: Callable[..., Tensor]) -> Any:
     # Modes of torch functions and tracers tell functions by their names.
     @wraps(original)

@@ -9,7 +9,7 @@ from __future__ import annotations
 
 import copy
 import inspect
-from collections.abc import Callable, Mapping, MutableMapping, Sequence
+from collections.abc import Callable, Iterable, Mapping, MutableMapping, Sequence
 from dataclasses import fields, is_dataclass
 from typing import Any, NamedTuple
 
@@ -92,14 +92,19 @@ def like(value: tuple[Any, ...] | list[Any], items: list[Any]) -> Any:
 
 def tensors_in(value: Any) -> list[Tensor]:
     """Return the tensors in `value`, in order."""
-    found: list[Tensor] = []
-
-    def add(tensor: Tensor) -> Tensor:
-        found.append(tensor)
-        return tensor
-
-    map_leaves(add, value)
-    return found
+    items: Iterable[Any]
+    match value:
+        case Tensor():
+            return [value]
+        case tuple() | list():
+            items = value
+        case Mapping():
+            items = value.values()
+        case _ if is_dataclass(value) and not isinstance(value, type):
+            items = [getattr(value, field.name) for field in fields(value)]
+        case _:
+            return []
+    return [tensor for item in items for tensor in tensors_in(item)]
 
 
 def move(batch: Any, device: torch.device) -> Any:

@@ -324,25 +324,27 @@ def is_reached(count, memory):
     return tensors_in(memory) == count
 
 
-def rooms():
+def rooms(layers):
     """Return whether gradients had the memory of the pass before, and of what became of others."""
-    runtime = msrun.init()
-    network = runtime.shard(nn.Linear(4, 4, bias=False))
+    runtime = msrun.init({"reduce": {"fuse": 1}})
+    model = runtime.shard(nn.Sequential(*(nn.Linear(4, 4, bias=False) for _ in range(layers))))
+    network = model[-1]
     memories, reached, held = [], [], None
     for factor in (1.0, 2.0, 3.0):
-        network(torch.full((1, 4), factor)).sum().backward()
+        (0 * model(torch.ones(1, 4)) + network(torch.full((1, 4), factor))).sum().backward()
         memories.append(network.weight.grad.untyped_storage())
         held = network.weight.grad[1:] if factor == 2.0 else held
-        network.zero_grad()
+        model.zero_grad()
         reached.append(is_reached(2 if factor == 2.0 else 1, memories[-1]))
-    with runtime.no_sync(network):
+    with runtime.no_sync(model):
         reached.append(is_reached(0, memories[-1]))
     return [a is b for a, b in itertools.pairwise(memories)], held.tolist(), all(reached)
 
 
-def test_memory_of_gradients_serves_the_next_ones_once_nobody_has_them():
+@pytest.mark.parametrize("layers", [1, 3])
+def test_memory_of_gradients_serves_the_next_ones_once_nobody_has_them(layers):
     """New memory of a host costs a page fault each 4 KiB; what adds up meanwhile has its own."""
-    assert run_warm(rooms, 2) == [([True, False], [[2.0] * 4] * 3, True)] * 2
+    assert run_warm(rooms, 2, layers) == [([True, False], [[2.0] * 4] * 3, True)] * 2
 
 
 def started_before_the_end():

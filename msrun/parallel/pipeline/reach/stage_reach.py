@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
+from collections.abc import Set as AbstractSet
 
 import torch.distributed as dist
 from torch import nn
@@ -15,7 +16,11 @@ from msrun.parallel.local import is_sharded, local_gradient
 from msrun.parallel.pipeline.ranks import PipelineRanks
 from msrun.parallel.pipeline.reach.border_reach import BorderReach, PartReach
 from msrun.parallel.pipeline.tied import TiedWeights
-from msrun.parallel.torch_compat import gathered_with_gradient, shards_of_gathered
+from msrun.parallel.torch_compat import (
+    gathered_with_gradient,
+    own_parameters,
+    shards_of_gathered,
+)
 
 Reports = Mapping[int, Sequence[PartReach]]
 
@@ -44,7 +49,8 @@ class StageReach:
         # By name: modules may have gathered parameters now, and shards of them later.
         self._untouched: set[str] = set()
         self._zeros: set[str] = set()
-        self._had_before = {name for name, p in model.named_parameters() if p.grad is not None}
+        had = {param for param in _parameters(model) if param.grad is not None}
+        self._had_before = self._names(had)
 
     def end(self) -> int:
         """Return how many gradients of this stage may be others than in one process.
@@ -56,15 +62,22 @@ class StageReach:
         self._zeros = joins.zeros()
         # Units that are reduced after this add zeros then.
         is_early = bool(getattr(self._model, "reduces_once", False))
-        shared, gathered = self._tied.trained(), gathered_with_gradient(self._model)
-        of_units = shards_of_gathered(self._model)
-        for name, param in self._model.named_parameters():
-            # Completes gradients that were computed apart, without a hook.
-            if local_gradient(param) is None and param.requires_grad and param not in gathered:
-                self._untouched.add(name)
-                is_of_unit = is_sharded(param) or param in of_units
-                missing += param in shared or (is_early and is_of_unit)
+        # Completes gradients that were computed apart, without a hook.
+        without = [p for p in _parameters(self._model) if local_gradient(p) is None]
+        left = {param for param in without if param.requires_grad}
+        if not left:
+            return missing
+        shared, of_units = self._tied.trained(), shards_of_gathered(self._model)
+        untouched = left - gathered_with_gradient(self._model)
+        self._untouched = self._names(untouched)
+        for param in untouched:
+            is_of_unit = is_sharded(param) or param in of_units
+            missing += param in shared or (is_early and is_of_unit)
         return missing
+
+    def _names(self, params: AbstractSet[Parameter]) -> set[str]:
+        named = self._model.named_parameters() if params else ()
+        return {name for name, param in named if param in params}
 
     def settle(self, group: dist.ProcessGroup | None) -> None:
         """Drop the gradients that one process would not have; all ranks of the job call it.
@@ -113,6 +126,10 @@ class StageReach:
             needed |= {shards.get(param, param) for param in of_chunk[0]}
             reached |= {shards.get(param, param) for param in of_chunk[1]}
         return reached - needed
+
+
+def _parameters(model: nn.Module) -> list[Parameter]:
+    return [p for _, own in own_parameters(model) for p in own.values() if p is not None]
 
 
 def needed_values(reports: Reports) -> dict[int, list[set[int]]]:

@@ -17,6 +17,7 @@ import weakref
 from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager
 from enum import Enum
+from functools import partial
 from pathlib import Path
 from types import CodeType, FrameType, FunctionType, ModuleType
 from typing import Any, NamedTuple
@@ -238,9 +239,7 @@ class WatchedValues:
     def _add(
         self, fields: Mapping[str, Any], key: str, name: str, target: dict[str, Any] | None
     ) -> None:
-        def get() -> Any:
-            return fields.get(key, _MISSING)
-
+        get = partial(fields.get, key, _MISSING)
         self._watched.setdefault((id(fields), key), _Watched(get, name, target, key))
 
 
