@@ -16,6 +16,7 @@ from msrun.errors import ModelError
 from msrun.parallel.config import DATA_AXIS, ROOT, ParallelConfig
 from msrun.parallel.foreach.global_hooks import check_global_hooks
 from msrun.parallel.foreach.step_hooks import before_step
+from msrun.parallel.foreach.whole_values import give_gradient
 from msrun.parallel.local import is_sharded
 from msrun.parallel.losses.call_hook import CallHook, weakly
 from msrun.parallel.losses.decisions import Decisions
@@ -402,6 +403,8 @@ class ShardedModel:
 
     def _before_step(self, replicas: ReplicaDigest) -> None:
         """Do what every step of an optimizer needs, also in a plain loop."""
+        for memory in self._divided:
+            give_gradient(memory.param)
         replicas.count_step()
         self._check_data()
         if self.order and (model := self._model()) is not None:

@@ -39,6 +39,7 @@ from msrun.errors import RanksDisagreeError
 from msrun.parallel.config import DATA_AXIS, PIPELINE_AXIS, ParallelConfig
 from msrun.parallel.exchange import messages
 from msrun.parallel.foreach.plain_steps import OutsideParameters
+from msrun.parallel.foreach.whole_values import take_given
 from msrun.parallel.layout import EXPERT_COPIES
 from msrun.parallel.local import is_sharded, local_part
 from msrun.parallel.notation.mesh_layout import EXPERT_AXIS
@@ -46,6 +47,7 @@ from msrun.parallel.rank_context import RankContext
 from msrun.parallel.uneven_rows.rows import rows_of
 
 _GIVEN = "the state dict that load_state_dict was given"
+_COMPUTED = "the plain tensors that the script computed with sharded parameters or gradients"
 _READ = "the batches of rt.loader"
 _FIRST_STEPS = frozenset([1, 3, 10, 30, 100, 300])
 _EVERY = 1000
@@ -110,6 +112,7 @@ class ReplicaDigest:
         self._has_warned = False
         self._has_rounded = False
         self.outside = OutsideParameters()
+        take_given()  # of a model before this one
         self._given: Tensor | None = None
 
     def count_step(self) -> None:
@@ -184,13 +187,18 @@ class ReplicaDigest:
         for name, buffer in model.named_buffers() if self._has_buffers else ():
             if _has_bits(buffer):
                 yield name, buffer
-        for name, param in self.outside.tensors():
-            if _has_bits(param):
-                yield name, param
+        yield from self._of_script()
+
+    def _of_script(self) -> Iterator[tuple[str, Tensor]]:
+        """Return what the script gave this rank, as numbers, and what it trains by itself."""
+        device = self._context.device
+        yield from (pair for pair in self.outside.tensors() if _has_bits(pair[1]))
         if self._given is not None:
             yield _GIVEN, self._given
+        if (given := take_given()) is not None:
+            yield _COMPUTED, given.to(device)
         if digest := self._context.batch.current.digest:
-            yield _READ, torch.tensor([digest], device=self._context.device)
+            yield _READ, torch.tensor([digest], device=device)
 
     def _replicated(self, tensor: Tensor) -> set[str]:
         """Return the axes along which ranks hold equal parts of `tensor`."""
@@ -306,6 +314,10 @@ _HINT = (
     "buffer with all_reduce of msrun.parallel.collectives, or say `batch_norm: local` to leave "
     "each rank its own buffers"
 )
+_HINT_COMPUTED = (
+    "draw such noise with one seed on all ranks (torch.Generator().manual_seed(step)), and average "
+    "what each rank computed from its own samples with rt.mean_over_data"
+)
 _HINT_READ = (
     "every rank reads the whole stream: let the dataset shuffle and draw with one seed on all ranks"
 )
@@ -314,6 +326,8 @@ _HINT_READ = (
 def _hint(sentence: str) -> str:
     """Return what to do about `sentence`."""
     outside = OutsideParameters.hint_for(sentence)
+    if _COMPUTED in sentence:
+        return _HINT_COMPUTED
     return outside or (_HINT_READ if _READ in sentence else _HINT)
 
 
