@@ -196,3 +196,29 @@ def test_stages_without_trained_parameters_take_part_in_comparing_replicas(tmp_p
     expected = run_warm(trained, 1, "chosen", str(tmp_path))[0]
 
     assert_equal_curves(run_warm(replicated, 4), expected)
+
+
+def thawed():
+    """Train a head, thaw a stage that had nothing to train, and train both; return losses."""
+    rt = started(torch.distributed.get_world_size())
+    model = rt.shard(Deep())
+    named = dict(model.named_parameters())
+    early = [param for name, param in named.items() if "last" not in name]
+    for param in early:
+        param.requires_grad_(requires_grad=False)
+    late = [param for name, param in named.items() if "last" in name]
+    optimizer = rt.optimizer(torch.optim.SGD(late, lr=0.1, momentum=0.9))
+    losses = []
+    for index, batch in enumerate(DATA):
+        if index == 2:
+            for param in early:
+                param.requires_grad_()
+            optimizer.add_param_group({"params": early, "lr": 0.05})
+        losses.append(rt.step(model, optimizer, functional.cross_entropy, *batch).item())
+    return losses
+
+
+def test_a_stage_that_had_nothing_to_train_may_be_thawed():
+    expected = run_warm(thawed, 1)[0]
+
+    assert_equal_curves(run_warm(thawed, 2), expected)
