@@ -69,6 +69,7 @@ if TYPE_CHECKING:
     from msrun.parallel.data import LoaderOptions, MeshLoader, SizedDataset
     from msrun.parallel.data_parallel.stream import StreamLoader
     from msrun.parallel.deferred.init import DeferredInit
+    from msrun.parallel.foreach.plain_steps import PlainSteps
     from msrun.parallel.layers.precision import LossScale
     from msrun.parallel.losses.metrics import StepMetrics
     from msrun.parallel.servers.remote import RemoteParameters
@@ -134,6 +135,7 @@ class Runtime:
         self._remote: RemoteParameters | None = None
         self._verifiers: list[Verifier] = []
         self._wrappers: RemovableHandle | None = None
+        self._plain_steps: PlainSteps | None = None
         self.loss_scale: LossScale | None = None
         if config.precision == "fp16":
             from msrun.parallel.layers.precision import LossScale
@@ -315,10 +317,19 @@ class Runtime:
                 state.watch_decisions(self.config, self.context)
 
     def _refuse_wrappers(self, model: nn.Module) -> None:
-        """Refuse modules of others that reduce gradients, in `model` now and around it later."""
+        """Refuse modules of others that reduce gradients, in `model` now and around it later.
+
+        And look at optimizers that step without having come through the runtime.
+        """
         if self.world_size > 1 and self.config.mode != "manual":
             from msrun.parallel.data_parallel import other_wrappers
+            from msrun.parallel.foreach.plain_steps import PlainSteps
 
+            if self._plain_steps is None:
+                self._plain_steps = PlainSteps(
+                    lambda: [*self._models.values()], self._check_plain, self._has_replicas
+                )
+                self._plain_steps.begin()
             other_wrappers.check_unwrapped(model)
             self._wrappers = self._wrappers or other_wrappers.watch(
                 functools.partial(list, self._models)
@@ -688,8 +699,29 @@ class Runtime:
             from msrun.parallel.sharded_model import KnownOptimizers
 
             self._known = KnownOptimizers()
-        if self.config.mode != "manual" and self.context.layout.size(DATA_AXIS) > 1:
+        if self._has_replicas():
             self._known.check(optimizer, list(self._models.values()))
+        if self._plain_steps:
+            self._plain_steps.know(optimizer)
+
+    def _has_replicas(self) -> bool:
+        """Return whether data-parallel ranks are to train the same."""
+        return self.config.mode != "manual" and self.context.layout.size(DATA_AXIS) > 1
+
+    def _check_plain(self, optimizer: torch.optim.Optimizer) -> None:
+        """Refuse an optimizer of a model's parameters in a plain loop, as `optimizer` does.
+
+        Raises:
+            ModelError: It would be wrong on shards.
+        """
+        from msrun.parallel.data_parallel.optimizer_kinds import check_kind
+        from msrun.parallel.foreach.plain_steps import check_lists
+
+        if not isinstance(optimizer, torch.optim.LBFGS):
+            check_kind(optimizer)
+        check_lists(optimizer)
+        if self.loss_scale:
+            self.loss_scale.refuse_plain_step()
 
     def mean_over_data(self, value: Tensor) -> Tensor:
         """Return the mean of `value` over the data-parallel ranks, weighted by their samples."""
@@ -736,6 +768,8 @@ class Runtime:
         _forget(self)
         if self._wrappers:
             self._wrappers.remove()
+        if self._plain_steps:
+            self._plain_steps.end()
         if self._remote:
             self._remote.close()
         if self.config.verify and self.is_main:

@@ -36,6 +36,7 @@ from msrun.parallel.host import activations, host_tables
 from msrun.parallel.layers import batch_norm, compiled, float8, micro_batches, precision, recompute
 from msrun.parallel.layers.micro_batches import MicroBatches
 from msrun.parallel.layout import context_rule, plan_axes, resolve
+from msrun.parallel.local import is_sharded
 from msrun.parallel.losses.batch import Sample
 from msrun.parallel.match import matching
 from msrun.parallel.rank_context import Rank, RankContext, placed
@@ -372,6 +373,7 @@ def _make_parallel(
     if weights is not None:
         _fill(context, config, model, weights, zero)
     hooks = _find_hooks(context, model, zero, originals)
+    _support_values(model)
     if guard:
         from msrun.parallel.tensor.hooks import watch
 
@@ -490,6 +492,15 @@ def _fill(
     is_offloaded = zero is not None and config.optimizer.offload
     on_host = set(model.parameters()) - zero.replicated if zero and is_offloaded else set()
     fill(model, weights, context.device, on_host)
+
+
+def _support_values(model: nn.Module) -> None:
+    """Have sharded parameters of `model` take plain tensors of the script."""
+    if any(map(is_sharded, model.parameters())):
+        from msrun.parallel.deferred.fill import part_of
+        from msrun.parallel.foreach.whole_values import support_values
+
+        support_values(part_of)
 
 
 def _replicas(

@@ -16,6 +16,7 @@ from msrun.errors import ModelError
 from msrun.parallel.config import DATA_AXIS, ROOT, ParallelConfig
 from msrun.parallel.foreach.global_hooks import check_global_hooks
 from msrun.parallel.foreach.step_hooks import before_step
+from msrun.parallel.foreach.whole_values import give_gradient
 from msrun.parallel.local import is_sharded
 from msrun.parallel.losses.call_hook import CallHook, weakly
 from msrun.parallel.losses.decisions import Decisions
@@ -360,7 +361,14 @@ class ShardedModel:
         if self._optimizers.get(optimizer) == count:
             return
         self.check_optimizer(optimizer)
-        if not self.holds(optimizer):
+        if self.is_pipeline:
+            # Ranks of one stage alone may give it parameters later, which the others cannot know.
+            has_some = optimizer in self._optimizers or self.pipeline().is_any(
+                flag=self.holds(optimizer)
+            )
+        else:
+            has_some = self.holds(optimizer)
+        if not has_some:
             name = type(self._model()).__name__
             raise ModelError(f"{type(optimizer).__name__} holds no parameter of {name}")
         self._optimizers[optimizer] = count
@@ -386,12 +394,17 @@ class ShardedModel:
     def watch(self, optimizer: torch.optim.Optimizer) -> None:
         """Have `optimizer` compare the replicas of this model now and then, before it steps."""
         replicas = self.replicas
-        if replicas and optimizer not in self._watched and self.holds(optimizer):
+        # Other ranks compare what theirs holds, and wait for all.
+        is_empty = self.is_pipeline and not any(group["params"] for group in optimizer.param_groups)
+        holds = is_empty or self.holds(optimizer)
+        if replicas and optimizer not in self._watched and holds:
             self._watched.add(optimizer)
             before_step(optimizer, partial(self._before_step, replicas))
 
     def _before_step(self, replicas: ReplicaDigest) -> None:
         """Do what every step of an optimizer needs, also in a plain loop."""
+        for memory in self._divided:
+            give_gradient(memory.param)
         replicas.count_step()
         self._check_data()
         if self.order and (model := self._model()) is not None:

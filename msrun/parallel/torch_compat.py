@@ -1198,6 +1198,67 @@ def watch_sharded_values(
     kind.backward, kind.__format__ = backward, text
 
 
+_ELEMENT_METHODS = """
+    add add_ addcdiv addcdiv_ addcmul addcmul_ copy_ div div_ lerp lerp_ mul mul_ sub sub_ where
+    __add__ __iadd__ __imul__ __isub__ __itruediv__ __mul__ __radd__ __rmul__ __rsub__ __rtruediv__
+    __sub__ __truediv__
+"""
+
+
+def replace_element_methods(
+    take: Callable[[Any, Tensor], tuple[Tensor, Tensor]],
+    draw: Callable[[Any, Any, tuple[Any, ...], dict[str, Any]], Any],
+) -> bool:
+    """Have methods of DTensors take plain tensors, and functions draw whole ones.
+
+    `tensor.data = ...` of a DTensor is without effect; of one that is no parameter it writes.
+
+    Args:
+        take: Returns what a method gets for a DTensor and a plain tensor.
+        draw: Returns what a function draws that is to look like a DTensor.
+
+    Returns:
+        Whether this is the first call; others do nothing.
+    """
+    from torch.distributed.tensor import DTensor
+
+    kind: Any = DTensor
+    if "add_" in vars(kind):
+        return False
+
+    def wrapped(name: str) -> Callable[..., Any]:
+        plain = getattr(Tensor, name)
+
+        @wraps(plain)
+        def method(self: Any, *args: Any, **kwargs: Any) -> Any:
+            for value in (*args, *kwargs.values()):
+                if isinstance(value, Tensor) and not isinstance(value, kind) and value.numel() > 1:
+                    self, whole = take(self, value)
+                    args = tuple(whole if given is value else given for given in args)
+                    kwargs = {key: whole if v is value else v for key, v in kwargs.items()}
+            return plain(self, *args, **kwargs)
+
+        return method
+
+    for name in _ELEMENT_METHODS.split():
+        setattr(kind, name, wrapped(name))
+    handlers = kind._op_dispatcher._custom_op_handlers  # noqa: SLF001 - there is no public form
+    aten = torch.ops.aten
+    for operator in (aten.rand_like.default, aten.randn_like.default):
+        handlers[operator] = lambda op, args, kwargs: draw(op, args[0], args[1:], kwargs)
+    data: Any = Tensor.data
+
+    def write(self: Any, value: Tensor) -> None:
+        if isinstance(self, torch.nn.Parameter) or self.requires_grad or self.shape != value.shape:
+            data.__set__(self, value)
+            return
+        with torch.no_grad():
+            self.copy_(value)
+
+    kind.data = property(data.__get__, write)
+    return True
+
+
 def takes_device(operator: Any) -> bool:
     """Return whether `operator` takes the device of its result as an argument."""
     arguments = operator._schema.arguments  # noqa: SLF001 - there is no public form

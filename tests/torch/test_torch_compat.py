@@ -79,6 +79,7 @@ from msrun.parallel.torch_compat import (
     parts_with_parameters,
     passes_straight,
     reduce_sharded,
+    replace_element_methods,
     replace_list_functions,
     replace_tensors,
     replaced_parameter,
@@ -1042,6 +1043,49 @@ def test_values_and_backward_passes_of_dtensors_are_watched():
     assert values == ["2.50", 2.5, True, 1.0]
     assert len(placements) == len(values)
     assert "mixed torch.Tensor and DTensor" in said
+
+
+def _plain_beside_dtensors():
+    """Compute DTensors with plain tensors; run in a process of its own."""
+    from torch.distributed.device_mesh import init_device_mesh
+    from torch.distributed.tensor import DTensor, Replicate
+
+    dist.init_process_group("gloo", store=dist.HashStore(), rank=0, world_size=1)
+    mesh = init_device_mesh("cpu", (1,))
+
+    def placed(value):
+        return DTensor.from_local(value, mesh, [Replicate()], run_check=False)
+
+    def take(like, value):
+        return like, placed(value)
+
+    def draw(operator, like, *_):
+        is_normal = operator is torch.ops.aten.randn_like.default
+        return placed(torch.full(like.shape, float(is_normal)))
+
+    firsts = [replace_element_methods(take, draw) for _ in range(2)]
+    tensor, plain = placed(torch.ones(3)), torch.arange(3.0)
+    tensor.add_(plain)
+    tensor += plain
+    found = [
+        tensor,
+        plain - tensor,
+        tensor.lerp(plain, 0.5),
+        torch.randn_like(tensor),
+        torch.rand_like(tensor),
+    ]
+    values = [each.to_local().tolist() for each in found]
+    tensor.data = placed(torch.full((3,), 7.0))
+    return firsts, values, tensor.to_local().tolist()
+
+
+def test_methods_of_dtensors_take_plain_tensors():
+    with ProcessPoolExecutor(1, mp_context=multiprocessing.get_context("spawn")) as pool:
+        firsts, values, written = pool.submit(_plain_beside_dtensors).result()
+
+    assert firsts == [True, False]
+    assert values == [[1, 3, 5], [-1, -2, -3], [0.5, 2, 3.5], [1] * 3, [0] * 3]
+    assert written == [7.0] * 3
 
 
 class _OwnCall(nn.Linear):

@@ -20,6 +20,7 @@ from __future__ import annotations
 
 import contextlib
 import functools
+import re
 import weakref
 from collections.abc import Callable, Iterator
 from typing import Any
@@ -115,8 +116,12 @@ def _named_errors(optimizer: torch.optim.Optimizer) -> Iterator[None]:
     except RuntimeError as error:
         if not any(word in str(error) for word in ("DTensor", "placement", "sharding strategy")):
             raise
+        operator = re.search(r"aten\.(\w+)", str(error))
+        shown = f" ({operator[1]})" if operator else ""
+        what = "plain and sharded tensors together" if "mixed" in str(error) else "whole tensors"
         raise ModelError(
-            f"{type(optimizer).__name__} cannot update sharded parameters: {error}",
+            f"{type(optimizer).__name__} cannot update sharded parameters: it needs an operation "
+            f"of {what}{shown}",
             hint="choose another such as AdamW, leave out fused=True, or give it only replicated "
             "parameters",
         ) from None

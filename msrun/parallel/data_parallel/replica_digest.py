@@ -38,6 +38,8 @@ from torch import Tensor, nn
 from msrun.errors import RanksDisagreeError
 from msrun.parallel.config import DATA_AXIS, PIPELINE_AXIS, ParallelConfig
 from msrun.parallel.exchange import messages
+from msrun.parallel.foreach.plain_steps import OutsideParameters
+from msrun.parallel.foreach.whole_values import take_given
 from msrun.parallel.layout import EXPERT_COPIES
 from msrun.parallel.local import is_sharded, local_part
 from msrun.parallel.notation.mesh_layout import EXPERT_AXIS
@@ -45,6 +47,7 @@ from msrun.parallel.rank_context import RankContext
 from msrun.parallel.uneven_rows.rows import rows_of
 
 _GIVEN = "the state dict that load_state_dict was given"
+_COMPUTED = "the plain tensors that the script computed with sharded parameters or gradients"
 _READ = "the batches of rt.loader"
 _FIRST_STEPS = frozenset([1, 3, 10, 30, 100, 300])
 _EVERY = 1000
@@ -67,7 +70,13 @@ class ReplicaDigest:
         config: The configuration.
         context: This rank.
         excluded: Names of parameters that each rank trains for itself.
+
+    Attributes:
+        outside: Parameters of the script that data-parallel ranks train, too.
+        has_compared: Whether ranks have compared replicas.
     """
+
+    has_compared = False
 
     def __init__(
         self,
@@ -101,6 +110,9 @@ class ReplicaDigest:
         self._weights: Tensor | None = None
         self._steps = 0
         self._has_warned = False
+        self._has_rounded = False
+        self.outside = OutsideParameters()
+        take_given()  # of a model before this one
         self._given: Tensor | None = None
 
     def count_step(self) -> None:
@@ -135,6 +147,7 @@ class ReplicaDigest:
         Raises:
             RanksDisagreeError: Replicas differ.
         """
+        self.has_compared = True
         named = dict(self._tensors())
         sums = {name: self._digest(tensor) for name, tensor in named.items()}
         groups = {axis: self._group(axis) for axis in self._axes}
@@ -155,8 +168,8 @@ class ReplicaDigest:
         of_ranks = messages.gather_all(sentence, str, None, self._context.device)
         sentence = next(filter(None, of_ranks), "")
         if sentence:
-            raise RanksDisagreeError(sentence, hint=_HINT_READ if _READ in sentence else _HINT)
-        if not self._has_warned:
+            raise RanksDisagreeError(sentence, hint=_hint(sentence))
+        if self._has_rounded and not self._has_warned:
             self._has_warned = True
             warnings.warn(
                 "msrun: replicas differ by rounding: ranks have unlike devices, or operators that "
@@ -174,10 +187,18 @@ class ReplicaDigest:
         for name, buffer in model.named_buffers() if self._has_buffers else ():
             if _has_bits(buffer):
                 yield name, buffer
+        yield from self._of_script()
+
+    def _of_script(self) -> Iterator[tuple[str, Tensor]]:
+        """Return what the script gave this rank, as numbers, and what it trains by itself."""
+        device = self._context.device
+        yield from (pair for pair in self.outside.tensors() if _has_bits(pair[1]))
         if self._given is not None:
             yield _GIVEN, self._given
+        if (given := take_given()) is not None:
+            yield _COMPUTED, given.to(device)
         if digest := self._context.batch.current.digest:
-            yield _READ, torch.tensor([digest], device=self._context.device)
+            yield _READ, torch.tensor([digest], device=device)
 
     def _replicated(self, tensor: Tensor) -> set[str]:
         """Return the axes along which ranks hold equal parts of `tensor`."""
@@ -262,7 +283,12 @@ class ReplicaDigest:
         common = [n for n in names if all(n in digest for digest in of_ranks)]
         limit = None if axis in _TO_THE_BIT else _GROSS
         rounded = {name for name in common if self._is_rounding(tensors[name], group, limit)}
-        names = [name for name in names if name not in rounded]
+        self._has_rounded = self._has_rounded or bool(rounded)
+        # An optimizer of the script may step on some ranks alone.
+        alone = {name for name in names if self.outside.is_name(name)}.difference(common)
+        names = [name for name in names if name not in rounded | alone]
+        if problem := self.outside.problem(names):
+            return problem
         return _sentence(names, dist.get_process_group_ranks(group), of_ranks) if names else None
 
     def _is_rounding(self, tensor: Tensor, group: dist.ProcessGroup, limit: float | None) -> bool:
@@ -288,9 +314,21 @@ _HINT = (
     "buffer with all_reduce of msrun.parallel.collectives, or say `batch_norm: local` to leave "
     "each rank its own buffers"
 )
+_HINT_COMPUTED = (
+    "draw such noise with one seed on all ranks (torch.Generator().manual_seed(step)), and average "
+    "what each rank computed from its own samples with rt.mean_over_data"
+)
 _HINT_READ = (
     "every rank reads the whole stream: let the dataset shuffle and draw with one seed on all ranks"
 )
+
+
+def _hint(sentence: str) -> str:
+    """Return what to do about `sentence`."""
+    outside = OutsideParameters.hint_for(sentence)
+    if _COMPUTED in sentence:
+        return _HINT_COMPUTED
+    return outside or (_HINT_READ if _READ in sentence else _HINT)
 
 
 def _has_bits(tensor: Tensor) -> bool:

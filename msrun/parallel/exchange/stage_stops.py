@@ -12,11 +12,13 @@ from typing import TypeVar
 import msgspec
 import torch.distributed as dist
 
-from msrun.errors import ConfigError, ModelError, PeerRankError, UsageError
+from msrun.errors import ConfigError, DividedModelError, ModelError, PeerRankError, UsageError
 from msrun.parallel.exchange.frame import SentOutput
 
 _T = TypeVar("_T")
-_KINDS = {kind.__name__: kind for kind in (ConfigError, ModelError, PeerRankError)}
+_KINDS = {
+    kind.__name__: kind for kind in (ConfigError, DividedModelError, ModelError, PeerRankError)
+}
 
 
 class StageFailure(msgspec.Struct, frozen=True, order=True):

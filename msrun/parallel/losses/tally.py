@@ -33,7 +33,7 @@ import torch.distributed as dist
 from torch import Tensor
 from torch.nn import Parameter
 
-from msrun.errors import ConfigError, ModelError, PeerRankError, UsageError
+from msrun.errors import ConfigError, DividedModelError, ModelError, PeerRankError, UsageError
 from msrun.parallel.exchange import messages
 from msrun.parallel.exchange.host_copy import HostCopy
 from msrun.parallel.local import full_tensor, is_sharded, local_gradient
@@ -51,7 +51,8 @@ _EXPECTED = _FIRST_SLOPE  # a counted loss has no slopes
 _SIZE = _FIRST_SLOPE + 2 * _TERMS_MAX
 # Relative difference below which counts of parts are equal.
 _ALIKE = {torch.float64: 1e-9, torch.float32: 1e-4}
-_ERRORS = {kind.__name__: kind for kind in (ConfigError, ModelError, PeerRankError)}
+_KINDS_RAISED = (ConfigError, DividedModelError, ModelError, PeerRankError)
+_ERRORS = {kind.__name__: kind for kind in _KINDS_RAISED}
 _HINT = (
     "return (sum, count) from the loss function: a step then divides the sum of all by the count"
 )

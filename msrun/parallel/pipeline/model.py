@@ -17,6 +17,8 @@ from torch.nn import Parameter
 from msrun.errors import DividedModelError, ModelError
 from msrun.parallel.config import ROOT, Pipeline
 from msrun.parallel.data_parallel.joined_inputs import JoinNotes
+from msrun.parallel.exchange import messages
+from msrun.parallel.foreach.empty_stages import allow_no_parameters
 from msrun.parallel.foreach.global_hooks import check_global_hooks
 from msrun.parallel.foreach.lists import refuse_norms
 from msrun.parallel.losses.batch import StepBatch
@@ -36,7 +38,7 @@ from msrun.parallel.pipeline.recordings import Recording, Recordings, depends_on
 from msrun.parallel.pipeline.schedule import LossFunction, Schedule, StageModel, Work
 from msrun.parallel.pipeline.tied import TiedWeights, find_ties
 from msrun.parallel.pipeline.trace import NamedInputs, program_of
-from msrun.parallel.pipeline.tree import check_names, graft, release
+from msrun.parallel.pipeline.tree import check_names, graft, members, of_other_stage, release
 
 if TYPE_CHECKING:
     from msrun.parallel.copies.group import Copies
@@ -112,6 +114,7 @@ class PipelineModel(StageModel):
     ) -> None:
         super().__init__()
         self._kind = type(model)
+        self._members = members(model)
         graft(self, model, cut, ranks.stage)
         release(model, cut, ranks.stage)
         self.training = model.training  # not that of the modules, which may differ
@@ -130,6 +133,7 @@ class PipelineModel(StageModel):
             sum({id(p): p.nbytes for p in h.values()}.values()) for h in cut.stage_params
         ]
         refuse_norms(self)
+        allow_no_parameters(self)
         for params in cut.stage_params:
             params.clear()  # or parameters of other stages would stay in memory here
 
@@ -137,11 +141,14 @@ class PipelineModel(StageModel):
         """Return a parameter, buffer or module of this stage.
 
         Raises:
-            DividedModelError: The whole model has it, such as `generate` of transformers.
+            DividedModelError: The whole model has it, such as `generate` of transformers, or
+                another stage.
         """
         try:
             return super().__getattr__(name)
         except AttributeError:
+            if name in vars(self).get("_members", ()):
+                raise of_other_stage(name) from None
             if name.startswith("_") or not hasattr(vars(self).get("_kind"), name):
                 raise
         raise DividedModelError(
@@ -173,6 +180,10 @@ class PipelineModel(StageModel):
                 "rt.step(model, optimizer, loss_fn, x, target)",
             )
         return batch.inputs
+
+    def is_any(self, *, flag: bool) -> bool:
+        """Return whether `flag` is set on some stage; all ranks of the axis call it."""
+        return any(messages.gather_all(flag, bool, self._ranks.group, self._ranks.device))
 
     def divided(self) -> list[tuple[str, nn.Module]]:
         """Return the modules that no stage calls as a whole, by name: the model itself."""

@@ -209,3 +209,70 @@ def test_an_optimizer_without_hooks_is_refused_for_sharded_parameters(config, ki
     )
     hint = f"give rt.optimizer what {kind.__name__} wraps, or train without zero, plan and pipeline"
     assert run_warm(wrapped, 2, config, kind) == [(sentence, hint)] * 2
+
+
+# Name -> the options of timm's optimizer, and what is said of sharded parameters; None learns.
+OF_TIMM = {
+    "AdamP": ({}, "AdamP projects whole matrices, and "),
+    "Adopt": ({}, None),
+    "LaProp": ({}, None),
+    "Lars": ({}, None),
+    "Lion": ({}, None),
+    "MADGRAD": ({}, None),
+    "Mars": ({}, "Mars takes norms of whole parameters, and "),
+    "NvNovoGrad": ({}, "NvNovoGrad takes norms of whole parameters, and "),
+    "SGDP": ({"momentum": 0.9}, "SGDP projects whole matrices, and "),
+}
+
+
+def by_others(config, library, kind, options):
+    """Train by an optimizer of another library; return losses, or what is said."""
+    runtime = msrun.init(config)
+    network = runtime.shard(build("mlp"))
+    share, count = runtime.coordinate.get("dp", 0), runtime.layout.size("dp")
+    make = getattr(pytest.importorskip(library, exc_type=ImportError), kind)
+    try:
+        update = runtime.optimizer(make(network.parameters(), lr=1e-2, **options))
+        return [
+            runtime.step(
+                network, update, functional.cross_entropy, *(t.chunk(count)[share] for t in batch)
+            ).item()
+            for batch in batches("mlp", steps=3)
+        ]
+    except UsageError as error:
+        return error.message
+
+
+def compare_with_one_process(config, library, kind, options, said):
+    pytest.importorskip(library, exc_type=ImportError)
+    found = run_warm(by_others, 2, config, library, kind, options)
+    if said is None or not config:
+        expected = run_warm(by_others, 1, {}, library, kind, options)[0]
+        assert_equal_curves(found, expected)
+        assert len(set(expected)) == len(expected)
+    else:
+        assert [text.startswith(said) for text in found] == [True] * 2
+
+
+@pytest.mark.parametrize("config", [{}, *DIVIDED.values()], ids=["dp", *DIVIDED])
+@pytest.mark.parametrize("kind", OF_TIMM)
+def test_one_of_timm_learns_or_is_refused_by_name(kind, config):
+    compare_with_one_process(config, "timm.optim", kind, *OF_TIMM[kind])
+
+
+@pytest.mark.parametrize("config", [{}, *DIVIDED.values()], ids=["dp", *DIVIDED])
+def test_adafactor_of_transformers_learns_or_is_refused_by_name(config):
+    options = {"relative_step": False, "scale_parameter": False}
+    said = "Adafactor takes norms of whole rows and columns, and "
+
+    compare_with_one_process(config, "transformers.optimization", "Adafactor", options, said)
+
+
+@pytest.mark.parametrize("config", [{}, *DIVIDED.values()], ids=["dp", *DIVIDED])
+def test_lamb_learns_where_all_parameters_are_of_one_kind(config):
+    said = (
+        "Lamb cannot update sharded parameters: it needs an operation of plain and sharded tensors "
+        "together (_foreach_norm)"
+    )
+
+    compare_with_one_process(config, "timm.optim", "Lamb", {}, said if "mesh" in config else None)

@@ -28,6 +28,11 @@ def to_zeros(network):
     network.zero_grad(set_to_none=False)
 
 
+def by_hand(network):
+    for param in network.parameters():
+        param.grad = None
+
+
 def of_layers(network):
     for layer in network.children():
         layer.zero_grad()
@@ -55,6 +60,13 @@ def test_gradients_may_be_dropped_between_forward_and_backward(level, drop):
     expected = run_warm(dropped_between, 1, {}, drop)[0]
 
     assert_equal_curves(run_warm(dropped_between, 2, LEVELS[level], drop), expected)
+
+
+@pytest.mark.parametrize("config", [{}, LEVELS["zero 3"]], ids=["dp", "zero 3"])
+def test_gradients_may_be_dropped_one_by_one(config):
+    expected = run_warm(dropped_between, 1, {}, by_hand)[0]
+
+    assert_equal_curves(run_warm(dropped_between, 2, config, by_hand), expected)
 
 
 def called_with_others(config):

@@ -1,0 +1,153 @@
+"""Plain tensors that a script computes with sharded parameters and gradients, outside of the model.
+
+Noise for gradients, a mask of weights, the weights of a step before: the script has such a tensor
+whole, on all ranks, and torch computes no plain tensor with a DTensor.  In a function of each
+element a rank needs its own part of it, so it takes that.  A number of sharded tensors, such as
+their norm, is a plain one beside plain tensors.  Ranks must have been given the same:
+what they were given is summed up, and compared with the replicas (`take_given`).  Noise as
+`torch.randn_like(param)` is drawn whole too, so that all parts are those of one process.
+
+What the model itself computes is left alone: there a plain tensor has samples, of which each rank
+has others.  So is what autograd would differentiate.
+"""
+
+from __future__ import annotations
+
+import sys
+from collections.abc import Callable
+from pathlib import Path
+from types import FrameType, TracebackType
+from typing import TYPE_CHECKING, Any
+
+import torch
+from torch import Tensor, nn
+
+from msrun.parallel import torch_compat
+from msrun.parallel.local import is_sharded, local_part
+
+if TYPE_CHECKING:
+    from torch.distributed.tensor import DTensor
+
+PartOf = Callable[[Tensor, Tensor], Tensor]
+
+_ELEMENTS = 4096
+_CALLS = frozenset(["_call_impl", "_wrapped_call_impl"])
+_MODULE = nn.Module.__call__.__code__.co_filename
+_LIBRARIES = (Path(torch.__file__).parent, Path(__file__).parents[2])
+_MIXED = "mixed torch.Tensor and DTensor"
+_HINT = (
+    "torch computes no plain tensor with a sharded parameter or gradient here: call full_tensor() "
+    "of the sharded ones on all ranks, and write results with param.copy_(whole) or "
+    "param.grad.copy_(whole) under torch.no_grad()"
+)
+_given: list[Tensor] = []
+_part_of: list[PartOf] = []
+
+
+def support_values(part_of: PartOf) -> None:
+    """Have sharded tensors take plain ones from now on; a second call does nothing.
+
+    Args:
+        part_of: Returns this rank's part of a whole tensor, placed like a sharded one.
+    """
+    _part_of[:] = [part_of]
+    if torch_compat.replace_element_methods(_take, _drawn):
+        before = sys.excepthook
+
+        def show(
+            kind: type[BaseException], error: BaseException, trace: TracebackType | None
+        ) -> None:
+            if isinstance(error, RuntimeError) and _MIXED in str(error):
+                error.add_note(f"msrun: {_line(trace)}{_HINT}")
+            before(kind, error, trace)
+
+        sys.excepthook = show
+
+
+def take_given() -> Tensor | None:
+    """Return a number of each tensor that was taken since the last call; None without one."""
+    if not _given:
+        return None
+    total = torch.stack(_given).sum()  # in any order
+    _given.clear()
+    return total.reshape(1)
+
+
+def give_gradient(param: DTensor) -> None:
+    """Replace a plain gradient of a sharded parameter, which the script has set, by its part."""
+    gradient = param.grad
+    if gradient is None or is_sharded(gradient) or gradient.shape != param.shape:
+        return
+    param.grad = _as_part(gradient, param)
+
+
+def _take(like: DTensor, value: Tensor) -> tuple[Tensor, Tensor]:
+    """Return what a function of a sharded and a plain tensor gets.
+
+    Args:
+        like: The sharded tensor of a function.
+        value: A plain tensor that it gets, too.
+
+    Returns:
+        Both as they are, where torch says why it refuses them.  Of a number, such as a norm, its
+        value over all ranks; of another tensor this rank's part of `value`.
+    """
+    has_graph = torch.is_grad_enabled() and (like.requires_grad or value.requires_grad)
+    if has_graph or is_sharded(value) or not is_sharded(like) or _is_in_model():
+        return like, value
+    if not like.dim():
+        return like.full_tensor(), value
+    is_partial = any(placement.is_partial() for placement in like.placements)
+    if is_partial or value.shape != like.shape:
+        return like, value
+    return like, _as_part(value, like)
+
+
+def _as_part(value: Tensor, like: DTensor) -> DTensor:
+    flat = value.detach().reshape(-1)
+    some = flat[:: max(1, flat.numel() // _ELEMENTS)].to(torch.float64)
+    places = torch.arange(1, some.numel() + 1, device=some.device, dtype=torch.float64)
+    _given.append((some * places.cos()).sum().view(torch.int64))
+    return _placed(value.detach(), like)
+
+
+def _placed(whole: Tensor, like: DTensor) -> DTensor:
+    from torch.distributed.tensor import DTensor
+
+    part = _part_of[0](whole, like)
+    return DTensor.from_local(
+        part.to(local_part(like).device).contiguous(),
+        like.device_mesh,
+        like.placements,
+        run_check=False,
+        shape=like.shape,
+        stride=like.stride(),
+    )
+
+
+def _drawn(operator: Any, like: DTensor, args: tuple[Any, ...], kwargs: dict[str, Any]) -> DTensor:
+    """Return this rank's part of what `operator` draws for the whole of `like`."""
+    whole = torch.empty(like.shape, dtype=like.dtype, device=local_part(like).device)
+    return _placed(operator(whole, *args, **kwargs), like)
+
+
+def _is_in_model() -> bool:
+    """Return whether a module is running."""
+    frame: FrameType | None = sys._getframe(2)  # noqa: SLF001 - a traceback would cost more
+    while frame is not None:
+        code = frame.f_code
+        if code.co_name in _CALLS and code.co_filename == _MODULE:
+            return True
+        frame = frame.f_back
+    return False
+
+
+def _line(trace: TracebackType | None) -> str:
+    """Return the line of the script in which `trace` was raised."""
+    found = ""
+    while trace is not None:
+        path = Path(trace.tb_frame.f_code.co_filename)
+        if not any(library in path.parents for library in _LIBRARIES):
+            found = f"{path.name}, line {trace.tb_lineno}: "
+        trace = trace.tb_next
+    return found
