@@ -2,14 +2,14 @@
 
 Mappings keep their type, such as the `BatchEncoding` of a tokenizer.  A tensor whose first dim is
 the number of samples is cut; numbers, strings and tensors of another first dim are for every
-sample.  A tensor that has this size by chance cannot be told apart.
+sample.  Whether a tensor has this size by chance shows in its use: `pairs` notices it.
 """
 
 from __future__ import annotations
 
 import copy
 import inspect
-from collections.abc import Callable, Mapping, MutableMapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, MutableMapping, Sequence
 from dataclasses import fields, is_dataclass
 from typing import Any, NamedTuple
 
@@ -23,6 +23,8 @@ _KINDS = (inspect.Parameter.POSITIONAL_ONLY, inspect.Parameter.POSITIONAL_OR_KEY
 _NAMED = (inspect.Parameter.POSITIONAL_OR_KEYWORD, inspect.Parameter.KEYWORD_ONLY)
 
 _ITEMS = "num_items_in_batch"
+# An attribute of tensors that were cut; others may have as many rows as a micro-batch by chance.
+_CUT = "msrun_cut"
 
 # Inputs of one batch, in order or by name.
 Sample = Sequence[Any] | Mapping[str, Any] | None
@@ -102,6 +104,41 @@ def tensors_in(value: Any) -> list[Tensor]:
     return found
 
 
+def note_cut(piece: Tensor) -> Tensor:
+    """Return `piece`, noting that it is one of several along dim 0."""
+    setattr(piece, _CUT, True)
+    return piece
+
+
+def tensor_names(value: Any, name: str) -> Iterator[str]:
+    """Yield the names of the tensors in `value`, in the order of `tensors_in`; "" if not cut."""
+    match value:
+        case Tensor():
+            yield name if hasattr(value, _CUT) else ""
+        case tuple() | list():
+            for place, item in enumerate(value):
+                yield from tensor_names(item, f"{name}[{place}]")
+        case Mapping():
+            for key, item in value.items():
+                yield from tensor_names(item, f"{name}[{key!r}]")
+        case _ if is_dataclass(value) and not isinstance(value, type):
+            for field in fields(value):
+                yield from tensor_names(getattr(value, field.name), f"{name}.{field.name}")
+
+
+def input_names(model: nn.Module, batch: StepBatch) -> Iterator[str]:
+    """Yield what `tensor_names` does for `batch`, by the parameters of `forward`."""
+    parameters = inspect.signature(model.forward).parameters.values()
+    taken = [parameter.name for parameter in parameters if parameter.kind in _KINDS]
+    for place, value in enumerate(batch.inputs):
+        name = taken[place] if place < len(taken) else f"input {place + 1}"
+        yield from tensor_names(value, name)
+    for name, value in batch.named.items():
+        yield from tensor_names(value, name)
+    yield from tensor_names(batch.target, "target")
+    yield from tensor_names(batch.items, _ITEMS)
+
+
 def move(batch: Any, device: torch.device) -> Any:
     """Return `batch` with its tensors on `device`."""
     return map_leaves(lambda tensor: tensor.to(device, non_blocking=True), batch)
@@ -167,7 +204,7 @@ def split_batch(batch: Any, parts: int) -> list[Any]:
 def _rows(tensor: Tensor, samples: int, parts: int, index: int) -> Tensor:
     if not tensor.dim() or len(tensor) != samples:
         return tensor
-    return tensor.tensor_split(parts)[index]
+    return note_cut(tensor.tensor_split(parts)[index])
 
 
 def read_batch(model: nn.Module, batch: Sequence[Any], *, has_loss: bool) -> StepBatch:
