@@ -24,7 +24,6 @@ from msrun.parallel.layers.precision import LossScale, of_loss
 from msrun.parallel.losses.batch import (
     StepBatch,
     batch_size,
-    check_target,
     has_samples_first,
     input_names,
     move,
@@ -73,7 +72,7 @@ def run_step(
         raise ModelError("the batch has no sample")
     context.batch.choose(tensors_in(tuple(values)))
     parts = sharded.pipeline().microbatches if sharded.is_pipeline else sharded.microbatches
-    check_target(values, parts, context.batch.current.samples)
+    sharded.input_rows.check(model, values, parts, context.batch.current.samples)
     if context.batch.end:
         _check_end(context.batch.end, sharded, returns_loss=loss_fn is None)
     is_cut = parts > 1 or context.layout.size(DATA_AXIS) > 1

@@ -112,31 +112,43 @@ def note_cut(piece: Tensor) -> Tensor:
 
 def tensor_names(value: Any, name: str) -> Iterator[str]:
     """Yield the names of the tensors in `value`, in the order of `tensors_in`; "" if not cut."""
+    for each, tensor in _named(value, name):
+        yield each if hasattr(tensor, _CUT) else ""
+
+
+def _named(value: Any, name: str) -> Iterator[tuple[str, Tensor]]:
     match value:
         case Tensor():
-            yield name if hasattr(value, _CUT) else ""
+            yield name, value
         case tuple() | list():
             for place, item in enumerate(value):
-                yield from tensor_names(item, f"{name}[{place}]")
+                yield from _named(item, f"{name}[{place}]")
         case Mapping():
             for key, item in value.items():
-                yield from tensor_names(item, f"{name}[{key!r}]")
+                yield from _named(item, f"{name}[{key!r}]")
         case _ if is_dataclass(value) and not isinstance(value, type):
             for field in fields(value):
-                yield from tensor_names(getattr(value, field.name), f"{name}.{field.name}")
+                yield from _named(getattr(value, field.name), f"{name}.{field.name}")
 
 
 def input_names(model: nn.Module, batch: StepBatch) -> Iterator[str]:
     """Yield what `tensor_names` does for `batch`, by the parameters of `forward`."""
-    parameters = inspect.signature(model.forward).parameters.values()
+    for name, tensor in named_inputs(model, batch):
+        yield name if hasattr(tensor, _CUT) else ""
+
+
+def named_inputs(model: nn.Module, batch: StepBatch) -> Iterator[tuple[str, Tensor]]:
+    """Yield the tensors in `batch` with their names, by the parameters of `forward`."""
+    # Reading a signature takes longer than the rest.
+    parameters = inspect.signature(model.forward).parameters.values() if batch.inputs else ()
     taken = [parameter.name for parameter in parameters if parameter.kind in _KINDS]
     for place, value in enumerate(batch.inputs):
         name = taken[place] if place < len(taken) else f"input {place + 1}"
-        yield from tensor_names(value, name)
+        yield from _named(value, name)
     for name, value in batch.named.items():
-        yield from tensor_names(value, name)
-    yield from tensor_names(batch.target, "target")
-    yield from tensor_names(batch.items, _ITEMS)
+        yield from _named(value, name)
+    yield from _named(batch.target, "target")
+    yield from _named(batch.items, _ITEMS)
 
 
 def move(batch: Any, device: torch.device) -> Any:

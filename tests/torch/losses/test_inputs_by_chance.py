@@ -188,3 +188,53 @@ def test_an_error_of_a_part_names_the_inputs(config):
             assert "micro-batch" in said
             assert "x[None]" in said
             assert is_same
+
+
+def other_rows(config, rows, samples):
+    """Return the refusals of steps with so many samples, beside so many whole rows."""
+    rt = msrun.init(config)
+    torch.manual_seed(0)
+    model = Network(sum_of_rows)
+    found = []
+    batches = [
+        ({"x": torch.randn(count, WIDTH), "beside": torch.randn(rows, WIDTH)}, torch.zeros(count))
+        for count in samples
+    ]
+    model = rt.shard(model, batches[0][0])
+    optimizer = rt.optimizer(torch.optim.SGD(model.parameters(), lr=0.1))
+    for inputs, target in batches:
+        before = [param.detach().clone() for param in model.parameters()]
+        try:
+            rt.step(model, optimizer, functional.cross_entropy, inputs, target.long())
+            found.append("")
+        except UsageError as error:
+            found.append(error.message if all(map(torch.equal, before, model.parameters())) else "")
+    rt.close()
+    return found
+
+
+def sum_of_rows(h, beside):
+    """Uses no pair, and the sum of another part in each micro-batch, which no watch follows."""
+    return h + beside.cumsum(0)[-1]
+
+
+@pytest.mark.parametrize("config", [PARTS, STAGES], ids=["accumulate", "pp"])
+@pytest.mark.parametrize(
+    ("samples", "problem"),
+    [
+        ([8, 8, 4], "it was not cut into micro-batches in an earlier step, and would be in this"),
+        ([4, 4, 8], "it was cut into micro-batches in an earlier step, and is not in this one"),
+    ],
+    ids=["last step", "first steps"],
+)
+def test_rows_that_are_those_of_the_batch_in_some_steps_alone_are_refused(config, samples, problem):
+    for found in run_warm(other_rows, ranks_of(config), config, 4, samples):
+        assert found[:2] == ["", ""]
+        assert found[2].startswith("`beside` has 4 rows and the batch")
+        assert problem in found[2]
+
+
+@pytest.mark.parametrize("config", [PARTS, STAGES], ids=["accumulate", "pp"])
+def test_rows_that_never_are_those_of_the_batch_are_right(config):
+    for found in run_warm(other_rows, ranks_of(config), config, 5, [8, 4, 6, 8]):
+        assert found == [""] * 4
