@@ -20,6 +20,7 @@ from msrun.parallel.foreach.whole_values import give_gradient
 from msrun.parallel.local import is_sharded
 from msrun.parallel.losses.call_hook import CallHook, weakly
 from msrun.parallel.losses.decisions import Decisions
+from msrun.parallel.losses.pairs.input_rows import InputRows
 from msrun.parallel.weights.memory import ParameterMemory
 
 if TYPE_CHECKING:
@@ -199,6 +200,7 @@ class ShardedModel:
         is_described: Whether the first step has begun, which prints the pipeline.
         is_watched: Whether a step was looked at for what mixes samples, and not refused.
         decisions: What the model decides by values of a part of the batch.
+        input_rows: Which inputs micro-batches cut.
         sequences: The part of each sequence that a rank has; None without style `context`.
         known: What is known of each output of a micro-batch of a plan of mode auto.
         verifier: Compares the first steps with one process; None without `verify`.
@@ -245,6 +247,7 @@ class ShardedModel:
     ) -> None:
         self.hooks = hooks
         self.decisions = Decisions()
+        self.input_rows = InputRows()
         self.uncompiled = uncompiled
         self.exchanges_tokens = exchanges_tokens
         # Weak, since the runtime maps the model to this object: a strong reference would keep both.

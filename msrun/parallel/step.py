@@ -7,7 +7,6 @@ reduces them.  `losses` adds up the loss over micro-batches and ranks.
 from __future__ import annotations
 
 from collections.abc import Callable, Collection, Sequence
-from contextlib import nullcontext
 from dataclasses import replace
 from functools import partial
 from typing import TYPE_CHECKING, Any, cast
@@ -25,8 +24,8 @@ from msrun.parallel.layers.precision import LossScale, of_loss
 from msrun.parallel.losses.batch import (
     StepBatch,
     batch_size,
-    check_target,
     has_samples_first,
+    input_names,
     move,
     own_loss,
     read_batch,
@@ -73,7 +72,7 @@ def run_step(
         raise ModelError("the batch has no sample")
     context.batch.choose(tensors_in(tuple(values)))
     parts = sharded.pipeline().microbatches if sharded.is_pipeline else sharded.microbatches
-    check_target(values, parts, context.batch.current.samples)
+    sharded.input_rows.check(model, values, parts, context.batch.current.samples)
     if context.batch.end:
         _check_end(context.batch.end, sharded, returns_loss=loss_fn is None)
     is_cut = parts > 1 or context.layout.size(DATA_AXIS) > 1
@@ -298,12 +297,12 @@ def _train(
         reduction = sharded.completed() if is_last else sharded.paused()
         is_traced = looks and not index
         in_part = sharded.decisions.in_part(index, is_traced=is_traced)
-        with reduction, sharded.computing(), in_part:
+        with tally.explaining(), reduction, sharded.computing(), in_part:
             samples = batch_size(part)
             if sharded.sequences:
                 sharded.sequences.begin(part)
             if is_traced:
-                loss = _watched(sharded, tally, loss_fn, part, known, is_cut=len(parts) > 1)
+                loss = _watched(sharded, tally, loss_fn, part, known, parts=len(parts))
             else:
                 run = partial(compute, part, known if dim else samples)
                 loss = uncarried(sharded.decisions, part, run, tally.refuse_if)
@@ -404,7 +403,7 @@ def _watched(
     part: StepBatch,
     known: int,
     *,
-    is_cut: bool,
+    parts: int,
 ) -> PartLoss:
     """As `_loss`, in the first step, looking for what mixes samples or decides by values of a part.
 
@@ -414,25 +413,25 @@ def _watched(
         loss_fn: The loss function.
         part: The first micro-batch.
         known: Samples in it, if a loader said how many there are; else 0.
-        is_cut: Whether there are others.
+        parts: Micro-batches.
     """
     dim = sample_dim(part, known)
     samples = known if dim else batch_size(part)
-    watch = SampleWatch(part.target if sharded.has_fixed_shapes else part, samples, dim)
+    given = StepBatch((), {}, part.target) if sharded.has_fixed_shapes else part
+    names = input_names(sharded.model(), given)
+    watch = SampleWatch(given, samples, dim, names=names, parts=parts)
     trace = sharded.decisions.trace = DecisionTrace(sharded.decisions, tensors_in(part))
 
     def run(*args: Any, **kwargs: Any) -> Any:
         with trace.in_model():
             output = sharded.model()(*args, **kwargs)
-        if sharded.known:
-            watch.seed(tensors_in(output), sharded.known)
+        watch.seed(tensors_in(output), sharded.known)
         return output
 
-    first = refusing_sequences_first(sharded.model(), watch) if is_cut else nullcontext()
-    with eagerly(), first, trace, watch:
+    with refusing_sequences_first(sharded.model(), watch), eagerly(), trace, watch:
         loss = _loss(run, tally, loss_fn, part, samples, is_planned=sharded.has_fixed_shapes)
     is_known = has_samples_first(part, known)
-    tally.refuse_if(watch.read(loss.value, is_cut=is_cut, is_known=is_known))
+    tally.refuse_if(watch.read(loss.value, is_cut=parts > 1, is_known=is_known))
     return loss
 
 

@@ -2,14 +2,14 @@
 
 Mappings keep their type, such as the `BatchEncoding` of a tokenizer.  A tensor whose first dim is
 the number of samples is cut; numbers, strings and tensors of another first dim are for every
-sample.  A tensor that has this size by chance cannot be told apart.
+sample.  Whether a tensor has this size by chance shows in its use: `pairs` notices it.
 """
 
 from __future__ import annotations
 
 import copy
 import inspect
-from collections.abc import Callable, Iterable, Mapping, MutableMapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, MutableMapping, Sequence
 from dataclasses import fields, is_dataclass
 from typing import Any, NamedTuple
 
@@ -23,6 +23,8 @@ _KINDS = (inspect.Parameter.POSITIONAL_ONLY, inspect.Parameter.POSITIONAL_OR_KEY
 _NAMED = (inspect.Parameter.POSITIONAL_OR_KEYWORD, inspect.Parameter.KEYWORD_ONLY)
 
 _ITEMS = "num_items_in_batch"
+# An attribute of tensors that were cut; others may have as many rows as a micro-batch by chance.
+_CUT = "msrun_cut"
 
 # Inputs of one batch, in order or by name.
 Sample = Sequence[Any] | Mapping[str, Any] | None
@@ -107,6 +109,53 @@ def tensors_in(value: Any) -> list[Tensor]:
     return [tensor for item in items for tensor in tensors_in(item)]
 
 
+def note_cut(piece: Tensor) -> Tensor:
+    """Return `piece`, noting that it is one of several along dim 0."""
+    setattr(piece, _CUT, True)
+    return piece
+
+
+def tensor_names(value: Any, name: str) -> Iterator[str]:
+    """Yield the names of the tensors in `value`, in the order of `tensors_in`; "" if not cut."""
+    for each, tensor in _named(value, name):
+        yield each if hasattr(tensor, _CUT) else ""
+
+
+def _named(value: Any, name: str) -> Iterator[tuple[str, Tensor]]:
+    match value:
+        case Tensor():
+            yield name, value
+        case tuple() | list():
+            for place, item in enumerate(value):
+                yield from _named(item, f"{name}[{place}]")
+        case Mapping():
+            for key, item in value.items():
+                yield from _named(item, f"{name}[{key!r}]")
+        case _ if is_dataclass(value) and not isinstance(value, type):
+            for field in fields(value):
+                yield from _named(getattr(value, field.name), f"{name}.{field.name}")
+
+
+def input_names(model: nn.Module, batch: StepBatch) -> Iterator[str]:
+    """Yield what `tensor_names` does for `batch`, by the parameters of `forward`."""
+    for name, tensor in named_inputs(model, batch):
+        yield name if hasattr(tensor, _CUT) else ""
+
+
+def named_inputs(model: nn.Module, batch: StepBatch) -> Iterator[tuple[str, Tensor]]:
+    """Yield the tensors in `batch` with their names, by the parameters of `forward`."""
+    # Reading a signature takes longer than the rest.
+    parameters = inspect.signature(model.forward).parameters.values() if batch.inputs else ()
+    taken = [parameter.name for parameter in parameters if parameter.kind in _KINDS]
+    for place, value in enumerate(batch.inputs):
+        name = taken[place] if place < len(taken) else f"input {place + 1}"
+        yield from _named(value, name)
+    for name, value in batch.named.items():
+        yield from _named(value, name)
+    yield from _named(batch.target, "target")
+    yield from _named(batch.items, _ITEMS)
+
+
 def move(batch: Any, device: torch.device) -> Any:
     """Return `batch` with its tensors on `device`."""
     return map_leaves(lambda tensor: tensor.to(device, non_blocking=True), batch)
@@ -172,7 +221,7 @@ def split_batch(batch: Any, parts: int) -> list[Any]:
 def _rows(tensor: Tensor, samples: int, parts: int, index: int) -> Tensor:
     if not tensor.dim() or len(tensor) != samples:
         return tensor
-    return tensor.tensor_split(parts)[index]
+    return note_cut(tensor.tensor_split(parts)[index])
 
 
 def read_batch(model: nn.Module, batch: Sequence[Any], *, has_loss: bool) -> StepBatch:

@@ -44,8 +44,7 @@ from msrun.parallel.losses.batch import tensors_in
 from msrun.parallel.losses.call_hook import CallHook, trains
 from msrun.parallel.losses.mixing import dims_of
 from msrun.parallel.losses.notes import PASSING, watch_numbers
-from msrun.parallel.losses.sample_dims import script_line
-from msrun.parallel.losses.torch_calls import DIVIDING, of_values, tensors_of
+from msrun.parallel.losses.torch_calls import DIVIDING, of_values, script_line, tensors_of
 from msrun.parallel.torch_compat import eagerly, is_in_backward, write_count
 
 _DEPENDENCE = "msrun_dependence"

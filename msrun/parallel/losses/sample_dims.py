@@ -15,27 +15,23 @@ samples, alone or together with dims behind it: (samples, tokens) flattened has 
 So what this file does not know is not noticed, and nothing is noticed by chance: dims follow from
 the functions, never from sizes that are equal.  Maxima over samples are not noticed, since they
 often only crop padding; nor are sorts, gathers and single rows, since what is taken apart is often
-put together again.  Pairs of samples are the business of `mixing`: a model may have all and use
-those of a sample with itself.
+put together again.  Pairs of samples are the business of `mixing`, as a model may have all and use
+those of a sample with itself, and pairs of rows of different inputs that of `pairs`.
 """
 
 from __future__ import annotations
 
-import traceback
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from functools import partial
 from math import prod
-from pathlib import Path
 from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor
 
 from msrun.parallel.losses.mixing import dims_of
-from msrun.parallel.losses.torch_calls import dim_order
-
-_LIBRARIES = (Path(torch.__file__).parent, Path(__file__).parents[2])
+from msrun.parallel.losses.torch_calls import dim_order, script_line
 
 
 class Mark(NamedTuple):
@@ -44,10 +40,18 @@ class Mark(NamedTuple):
     Args:
         dim: That of samples; None if it has none.
         statistic: What over samples its values depend on linearly; empty without one.
+        inputs: Of the batch, whose rows are in `dim`; empty where they may be of one alone.
+        across: Another dim, which has rows of another input.
+        pairs: What these pairs of rows are.
+        is_guess: Whether `dim` may be another one.
     """
 
     dim: int | None
     statistic: str = ""
+    inputs: tuple[str, ...] = ()
+    across: int | None = None
+    pairs: str = ""
+    is_guess: bool = False
 
 
 class Mixture(NamedTuple):
@@ -55,9 +59,11 @@ class Mixture(NamedTuple):
 
     Args:
         name: Of what it is, with its line.
+        hint: What to do, if that is special.
     """
 
     name: str
+    hint: str = ""
 
 
 class Known(NamedTuple):
@@ -70,15 +76,6 @@ class Known(NamedTuple):
 
     mark: Mark | None = None
     mixture: Mixture | None = None
-
-
-def script_line() -> str:
-    """Return the last line that runs and is no library's."""
-    for frame in reversed(traceback.extract_stack()):
-        path = Path(frame.filename)
-        if not any(library in path.parents for library in _LIBRARIES):
-            return f" ({path.name}, line {frame.lineno})"
-    return ""
 
 
 @dataclass(frozen=True, slots=True)
@@ -437,6 +434,7 @@ def _taken(call: TorchCall) -> Outcome:
 
 
 _PLAIN = (int, slice, type(...))
+_BROADCASTING = (_elementwise, _product, _quotient)
 Rule = Callable[[TorchCall], Outcome]
 
 
@@ -485,5 +483,7 @@ def _rules() -> dict[str, Rule]:
 
 
 _RULES = _rules()
+# Functions whose arguments broadcast.
+ELEMENTWISE = {key for key, rule in _RULES.items() if getattr(rule, "func", rule) in _BROADCASTING}
 # What attributes of tensors are, as functions.
 PROPERTIES: Mapping[Any, str] = {torch.Tensor.T.__get__: "T", torch.Tensor.mT.__get__: "mT"}  # type: ignore[attr-defined]

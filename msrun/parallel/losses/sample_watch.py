@@ -18,10 +18,13 @@ compares instead.
 
 from __future__ import annotations
 
+import contextlib
+import itertools
 import warnings
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from typing import Any
 
+import torch
 from torch import Tensor
 from torch.nn import Parameter
 from torch.overrides import TorchFunctionMode
@@ -30,6 +33,12 @@ from msrun.errors import ModelError
 from msrun.parallel.config import ROOT
 from msrun.parallel.losses.batch import tensors_in
 from msrun.parallel.losses.notes import watch_numbers
+from msrun.parallel.losses.pairs.input_pairs import (
+    CUT_HINT,
+    failure_of,
+    outcome_of,
+    shown_input,
+)
 from msrun.parallel.losses.rows import RowsWatch
 from msrun.parallel.losses.sample_dims import (
     PROPERTIES,
@@ -38,9 +47,8 @@ from msrun.parallel.losses.sample_dims import (
     Mixture,
     Outcome,
     TorchCall,
-    result_of,
-    script_line,
 )
+from msrun.parallel.losses.torch_calls import script_line
 from msrun.parallel.torch_compat import passes_straight, write_count
 
 # Attributes of tensors: the number of the watch, how often it was written, and what is known.
@@ -62,24 +70,40 @@ class SampleWatch(TorchFunctionMode):
         batch: Inputs and targets of this part of the batch.
         samples: Samples in it.
         dim: That of samples.
+        names: Of the tensors in `batch`; empty for those that micro-batches do not cut.
+        parts: Micro-batches.
 
     Attributes:
         samples: Samples in it.
+        parts: Micro-batches.
     """
 
     is_watch = True
 
-    def __init__(self, batch: Any, samples: int, dim: int = 0) -> None:
+    def __init__(
+        self,
+        batch: Any,
+        samples: int,
+        dim: int = 0,
+        *,
+        names: Iterable[str] = (),
+        parts: int = 1,
+    ) -> None:
         super().__init__()
         self.samples = samples
+        self.parts = parts
         self._number = next(_watches)
         self._rows = RowsWatch(self._number, samples, of_model=True)
         self._cut = ""  # where rows were cut first
+        self._failure: tuple[Exception, str] | None = None  # and its line
+        self._pairs = ""  # of rows of different inputs, that were computed first
         # Mixtures and the nodes of autograd whose results have them.
         self._found: list[tuple[Mixture, Any]] = []
-        for tensor in tensors_in(batch):
-            if tensor.dim() > dim and tensor.shape[dim] == samples:
-                self._leave(tensor, Mark(dim))
+        if parts == 1:
+            names = ()
+        for tensor, name in itertools.zip_longest(tensors_in(batch), names):
+            if name != "" and tensor.dim() > dim and tensor.shape[dim] == samples:
+                self._leave(tensor, Mark(dim, inputs=(shown_input(name, tensor),) if name else ()))
 
     def __torch_function__(
         self,
@@ -95,7 +119,11 @@ class SampleWatch(TorchFunctionMode):
         # Before the call, which may write them.
         marks = {id(tensor): mark for tensor in given if (mark := self._mark(tensor))}
         mixture = next(filter(None, map(self._mixture, given)), None)
-        result = func(*args, **kwargs)
+        try:
+            result = func(*args, **kwargs)
+        except (RuntimeError, IndexError, ValueError) as error:
+            self._note_failure(error, func, args, kwargs, marks)
+            raise
         if marks or self._rows.has_cut:
             self._follow(func, args, kwargs, result, marks)
         if not (marks or mixture):
@@ -105,7 +133,7 @@ class SampleWatch(TorchFunctionMode):
             return result  # a buffer that takes statistics
         for tensor in results:
             call = TorchCall(_name(func), args, kwargs, tensor, marks, self.samples)
-            self._note(tensor, result_of(call), mixture)
+            self._note(tensor, outcome_of(call), mixture)
         return result
 
     def _follow(
@@ -120,7 +148,7 @@ class SampleWatch(TorchFunctionMode):
 
         def is_sample(tensor: Tensor) -> bool:
             mark = marks.get(id(tensor))
-            return mark is not None and mark.dim == 0
+            return mark is not None and mark.dim == 0 and not mark.is_guess
 
         name = getattr(func, "__name__", "")
         results = [tensor for tensor in tensors_in(result) if not tensor.is_inference()]
@@ -135,14 +163,51 @@ class SampleWatch(TorchFunctionMode):
         """Note what is known of a result, of which some argument may have a `mixture` already."""
         if isinstance(outcome, Mark):
             self._leave(tensor, outcome)
-        elif outcome and self.samples > 1:  # any dim of one may be that of one sample
+        elif outcome and (self.samples > 1 or outcome.hint):  # any dim of one may have one sample
             mixture = mixture or outcome
         if mixture and tensor.grad_fn:
             self._found.append((mixture, node_of(tensor.grad_fn, tensor.output_nr)))
         elif mixture and tensor.is_floating_point():
             setattr(tensor, _MIXTURE, (self._number, *mixture))
 
+    def _note_failure(
+        self,
+        error: Exception,
+        func: Callable[..., Any],
+        args: tuple[Any, ...],
+        kwargs: dict[str, Any],
+        marks: Mapping[int, Mark],
+    ) -> None:
+        """Note why a function raised, if it is that other micro-batches have the other rows."""
+        if isinstance(error, torch.OutOfMemoryError):
+            return
+        call = TorchCall(_name(func), args, kwargs, torch.empty(0), marks, self.samples)
+        if cause := self._pairs or failure_of(call, self.parts):
+            self._failure = error, cause
+
+    @contextlib.contextmanager
+    def explaining(self) -> Iterator[None]:
+        """Say of an error inside that other micro-batches have the other rows, where it may be so.
+
+        Raises:
+            ModelError: It was raised by a function of torch that got a part of inputs.
+        """
+        try:
+            yield
+        except (RuntimeError, IndexError, ValueError) as error:
+            failed, cause = self._failure or (None, "")
+            self._failure = None
+            if failed is not error:
+                raise
+            problem = str(error).strip().partition("\n")[0]
+            raise ModelError(
+                f"a micro-batch has a part of the rows of {cause}, and a function raised "
+                f"{type(error).__name__}: {problem}",
+                hint=CUT_HINT,
+            ) from error
+
     def _leave(self, tensor: Tensor, mark: Mark) -> None:
+        self._pairs = self._pairs or mark.pairs
         if tensor.is_inference():
             return
         noted = (self._number, write_count(tensor), *mark)
@@ -159,8 +224,8 @@ class SampleWatch(TorchFunctionMode):
         return Mark(*noted[2:])
 
     def _mixture(self, tensor: Tensor) -> Mixture | None:
-        number, name = getattr(tensor, _MIXTURE, (None, ""))
-        return Mixture(name) if number == self._number else None
+        number, *noted = getattr(tensor, _MIXTURE, (None,))
+        return Mixture(*noted) if number == self._number else None
 
     def _by_position(self, tensor: Tensor) -> Mixture | None:
         problem = self._rows.problem(tensor)
@@ -169,7 +234,7 @@ class SampleWatch(TorchFunctionMode):
     def has_samples_first(self, tensor: Tensor) -> bool:
         """Return whether dim 0 of `tensor` is known to be that of samples."""
         mark = self._mark(tensor)
-        return mark is not None and mark.dim == 0
+        return mark is not None and mark.dim == 0 and not mark.is_guess
 
     def known(self, outputs: Sequence[Tensor]) -> tuple[Known, ...]:
         """Return what is known of outputs of the model, for a watch of the loss alone."""
@@ -210,7 +275,7 @@ class SampleWatch(TorchFunctionMode):
             "for the whole batch"
         )
         if is_cut:
-            return ModelError(text, hint=_HINT)
+            return ModelError(text, hint=reached.hint or _HINT)
         warnings.warn(f"msrun: {text}: {_HINT}{_GATHER}", stacklevel=6)
         return None
 

@@ -1,4 +1,4 @@
-"""Refuses layers that take the dim of samples for that of a sequence.
+"""Refuses layers that take the dim of samples for that of a sequence, and explains errors.
 
 Micro-batches cut dim 0 of a batch.  A layer of torch without `batch_first` has the sequence there:
 of a batch with the sequence first, micro-batches would cut sequences.  One process would run such a
@@ -26,7 +26,7 @@ def refusing_sequences_first(model: nn.Module, watch: SampleWatch) -> Iterator[N
 
     Args:
         model: Whose forward runs.
-        watch: Follows the dim of samples, which micro-batches cut.
+        watch: Follows the dim of samples; nothing is refused unless micro-batches cut it.
     """
 
     def check(layer: nn.Module, args: tuple[Any, ...]) -> None:
@@ -39,12 +39,13 @@ def refusing_sequences_first(model: nn.Module, watch: SampleWatch) -> Iterator[N
                 "gets, or choose batch_first=True",
             )
 
-    layers = [each for each in model.modules() if isinstance(each, _LAYERS)]
+    layers = [each for each in model.modules() if isinstance(each, _LAYERS) and watch.parts > 1]
     # Of the class: some of our models refuse hooks of others.
     hook = nn.Module.register_forward_pre_hook
     handles = [hook(each, check) for each in layers if not each.batch_first]
     try:
-        yield
+        with watch.explaining():
+            yield
     finally:
         for handle in handles:
             handle.remove()

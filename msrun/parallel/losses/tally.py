@@ -24,7 +24,8 @@ last forward pass.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable, Sequence
+import contextlib
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from dataclasses import dataclass
 from typing import Any, Literal
 
@@ -53,9 +54,7 @@ _SIZE = _FIRST_SLOPE + 2 * _TERMS_MAX
 _ALIKE = {torch.float64: 1e-9, torch.float32: 1e-4}
 _KINDS_RAISED = (ConfigError, DividedModelError, ModelError, PeerRankError)
 _ERRORS = {kind.__name__: kind for kind in _KINDS_RAISED}
-_HINT = (
-    "return (sum, count) from the loss function: a step then divides the sum of all by the count"
-)
+_HINT = "return (sum, count) from the loss function: a step divides the sum of all by the count"
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -257,6 +256,16 @@ class LossTally:
         """Note an error, if there is one."""
         if error is not None:
             self.refuse(error)
+
+    @contextlib.contextmanager
+    def explaining(self) -> Iterator[None]:
+        """Raise what an earlier micro-batch was refused for in place of an error that follows."""
+        try:
+            yield
+        except (RuntimeError, IndexError, ValueError) as error:
+            if self._refusal is None:
+                raise
+            raise self._refusal from error
 
     def fail(self, error: Exception, where: str) -> None:
         """Note that code of the script raised `error` on this rank; `finish` raises on all ranks.

@@ -2,9 +2,12 @@
 
 from __future__ import annotations
 
+import traceback
 from collections.abc import Iterable, Iterator, Mapping, Sequence
+from pathlib import Path
 from typing import Any
 
+import torch
 from torch import Tensor
 
 from msrun.parallel.torch_compat import viewed, write_count
@@ -17,6 +20,8 @@ _OF_SIZES |= {"new_empty"}
 # They give their first argument the form of the second.
 _TO_FORM = frozenset(["to", "type_as", "expand_as", "view_as", "reshape_as"])
 _TO_SIZES = frozenset(["narrow", "view", "reshape", "expand", "repeat", "multinomial"])
+
+_LIBRARIES = (Path(torch.__file__).parent, Path(__file__).parents[2])
 
 SUMS = frozenset(["sum", "nansum", "count_nonzero"])
 MEANS = frozenset(["mean", "nanmean"])
@@ -38,6 +43,15 @@ KEEPING = frozenset(
     ["to", "float", "double", "half", "bfloat16", "int", "long", "type_as", "clone"]
 )
 KEEPING |= {"contiguous", "squeeze", "view", "reshape"}
+
+
+def script_line() -> str:
+    """Return the last line that runs and is no library's."""
+    for frame in reversed(traceback.extract_stack()):
+        path = Path(frame.filename)
+        if not any(library in path.parents for library in _LIBRARIES):
+            return f" ({path.name}, line {frame.lineno})"
+    return ""
 
 
 def deciding(name: str, args: tuple[Any, ...], kwargs: dict[str, Any]) -> tuple[Any, ...]:

@@ -14,7 +14,7 @@ from msrun.errors import ModelError
 from msrun.parallel.copies.attributes import Attributes
 from msrun.parallel.data_parallel.written_parameters import WrittenParameters
 from msrun.parallel.local import is_equal, numbers
-from msrun.parallel.losses.batch import like, map_leaves, with_fields, with_items
+from msrun.parallel.losses.batch import like, map_leaves, note_cut, with_fields, with_items
 from msrun.parallel.pipeline.chunks import MICROBATCHES
 
 
@@ -71,9 +71,10 @@ class MicrobatchSplit:
         start = part * (self.samples // self.parts) + min(part, self.samples % self.parts)
         piece = tensor[start : start + self.count(part)]
         if len(piece) == wanted:
-            return piece
+            return note_cut(piece)
         last = min(start + self._real_rows(part), self.samples) - 1
-        return torch.cat([piece, *[tensor[last : last + 1]] * (wanted - len(piece))])
+        rest = [tensor[last : last + 1]] * (wanted - len(piece))
+        return note_cut(torch.cat([piece, *rest]))
 
     def trim(self, output: Any, part: int) -> Any:
         """Return `output` of a part without its repeated samples.

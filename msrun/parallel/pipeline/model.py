@@ -403,7 +403,7 @@ class SplitModel(PipelineModel):
         slices: int = 1,
     ) -> None:
         super().__init__(model, plan, microbatches, ranks, slices)
-        plan.skeleton.is_cut = self._pieces > 1
+        plan.skeleton.parts = self._pieces
         self._recordings = Recordings(plan, plan.skeleton)
         for name in plan.opened:
             if not name or name in dict(self.named_modules()):

@@ -30,7 +30,7 @@ from torch.nn import Parameter
 
 from msrun.errors import ModelError, UsageError
 from msrun.parallel.data_parallel.joined_inputs import JoinNotes, attached
-from msrun.parallel.losses.batch import map_leaves, own_loss, tensors_in
+from msrun.parallel.losses.batch import map_leaves, own_loss, tensor_names, tensors_in
 from msrun.parallel.losses.sample_dims import Known
 from msrun.parallel.losses.sample_watch import SampleWatch
 from msrun.parallel.losses.tally import LossTally
@@ -121,7 +121,7 @@ class Work:
 
         try:
             if self.known is None or part:
-                return self._loss(output, part, given)
+                return self._loss(output, part, given, self.split.real(self.target, part))
             return self._watched(output, self.known, given)
         except UsageError as error:
             self.tally.refuse(error)
@@ -139,19 +139,23 @@ class Work:
             ModelError: It depends on something that mixes samples.
         """
         samples = self.split.count(0)
-        with eagerly(), SampleWatch(self.split.real(self.target, 0), samples) as watch:
+        target, parts = self.split.real(self.target, 0), self.split.parts
+        watch = SampleWatch(target, samples, names=tensor_names(target, "target"), parts=parts)
+        with watch.explaining(), eagerly(), watch:
 
             def seeded() -> Any:
                 output = run()
                 watch.seed(tensors_in(output), known)
                 return output
 
-            loss = self._loss(seeded, 0, inputs)
-        if error := watch.read(loss, is_cut=self.split.parts > 1):
+            loss = self._loss(seeded, 0, inputs, target)
+        if error := watch.read(loss, is_cut=parts > 1):
             raise error
         return loss
 
-    def _loss(self, run: Callable[[], Any], part: int, inputs: Sequence[Tensor]) -> Tensor:
+    def _loss(
+        self, run: Callable[[], Any], part: int, inputs: Sequence[Tensor], target: Any
+    ) -> Tensor:
         samples, loss_fn = self.split.count(part), self.loss_fn
         if loss_fn is None:
             if self.split.repeats:
@@ -165,7 +169,6 @@ class Work:
             loss = self.tally.measure(compute, samples, inputs=inputs)
         else:
             output = self.split.trim(run(), part)
-            target = self.split.real(self.target, part)
             compute = partial(loss_fn, output, target)
             ends = [tensor.grad_fn for tensor in tensors_in(output)]
             data = tensors_in([output, target])

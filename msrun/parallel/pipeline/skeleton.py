@@ -20,7 +20,7 @@ from torch.nn import Parameter
 
 from msrun.errors import ModelError
 from msrun.parallel.local import is_equal
-from msrun.parallel.losses.batch import map_leaves, tensors_in
+from msrun.parallel.losses.batch import StepBatch, input_names, map_leaves, tensors_in
 from msrun.parallel.losses.sample_watch import SampleWatch
 from msrun.parallel.losses.sequence_first import refusing_sequences_first
 from msrun.parallel.pipeline.chunks import STAGES
@@ -47,7 +47,7 @@ class Skeleton:
         device: Of the model.
 
     Attributes:
-        is_cut: Whether batches are cut into micro-batches.
+        parts: Micro-batches of a batch.
     """
 
     def __init__(
@@ -70,7 +70,7 @@ class Skeleton:
         self._tensors = dict(_named_tensors(self._copy))
         self._opened: dict[str, nn.Module] = {}
         self.watched = WatchedValues()
-        self.is_cut = True
+        self.parts = 2
         originals = dict(model.named_modules())
         for name, module in list(self._copy.named_modules()):
             if name and is_unit(name):
@@ -122,9 +122,9 @@ class Skeleton:
             args, named = bound(self._copy, values)
             self._recorder = recorder
             states = PythonRandom()
-            watch = None if samples is None else SampleWatch(values, samples)
+            watch = None if samples is None else self._watch(args, named, samples, inputs)
             first: AbstractContextManager[None] = nullcontext()
-            if watch and self.is_cut:
+            if watch:
                 first = refusing_sequences_first(self._copy, watch)
             try:
                 with first, watch or nullcontext(), self.watched.finding(recorder.note), recorder:
@@ -146,6 +146,14 @@ class Skeleton:
             recorder.outside,
             known,
         )
+
+    def _watch(
+        self, args: Sequence[Any], named: Mapping[str, Any], samples: int, inputs: Sequence[Any]
+    ) -> SampleWatch:
+        """Return a watch of the forward for arguments, which stand for `inputs`."""
+        names = input_names(self._copy, StepBatch(*bound(self._copy, inputs), None))
+        given = StepBatch(args, named, None)
+        return SampleWatch(given, samples, names=names, parts=self.parts)
 
     def adopt(self, name: str, module: nn.Module, part: nn.Module) -> None:
         """Give `part`, which stands for the opened `module`, its plain attributes, and watch them.

@@ -13,6 +13,7 @@ from typing import Any
 
 from torch import Tensor, fx
 
+from msrun.parallel.losses.pairs.input_pairs import outcome_of
 from msrun.parallel.losses.sample_dims import Known, Mark, Mixture, Outcome, TorchCall, result_of
 
 # Operators that have another name than the function of torch.
@@ -70,7 +71,7 @@ def _follow(node: fx.Node, found: dict[_Key, Known], samples: int) -> None:
         if not isinstance(result, Tensor):
             continue
         call = TorchCall(_name(node), args, kwargs, result, marks, samples, place=_place(node))
-        outcome = _result(call) if marks else None
+        outcome = outcome_of(call, _result) if marks else None
         own = outcome if isinstance(outcome, Mixture) else None
         reached = (mixture or own) if result.is_floating_point() else None
         known = Known(outcome if isinstance(outcome, Mark) else None, reached)

@@ -1,0 +1,1 @@
+"""Pairs of rows of two inputs of a batch, which micro-batches have a part of."""
