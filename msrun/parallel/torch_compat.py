@@ -13,7 +13,6 @@ import logging
 import sys
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import AbstractContextManager, contextmanager, nullcontext, redirect_stderr
-from copy import copy
 from functools import partial, wraps
 from pathlib import Path
 from types import CodeType, FrameType
@@ -60,11 +59,9 @@ def strided_shard(dim: int, parts: int) -> Placement:
 
 def parts_before(placement: Placement) -> int | None:
     """Return how many parts later axes make before `placement`; None if it shards no dim."""
-    from torch.distributed.tensor.placement_types import Shard, _StridedShard
-
-    if isinstance(placement, _StridedShard):
-        return int(placement.split_factor)
-    return 1 if isinstance(placement, Shard) else None
+    if not hasattr(placement, "dim"):
+        return None
+    return int(getattr(placement, "split_factor", 1))  # of a strided shard alone
 
 
 def join_axes(mesh: DeviceMesh) -> None:
@@ -252,7 +249,10 @@ class ShardSpecs:
                 self._known.clear()
             self._known[key] = known
         # A copy, as torch may write to that of a tensor.
-        found: DTensor = kind(part, copy(known), requires_grad=part.requires_grad)
+        spec = object.__new__(type(known))
+        vars(spec).update(vars(known))
+        # What its `__init__` does beside this is for exported programs.
+        found: DTensor = kind.__new__(kind, part, spec, requires_grad=part.requires_grad)
         return found
 
 

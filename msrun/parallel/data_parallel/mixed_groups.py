@@ -8,8 +8,9 @@ The idea.  The groups belong to the script: schedulers, edits of `param_groups` 
 value a group rely on their number and order.  So they are split during the update alone, after the
 hooks before the step and before the hooks after it, and the script never sees the parts.
 
-Sharded parameters are updated with `foreach`, as torch does on accelerators: on a small part the
-dispatch of a DTensor operator costs more than its arithmetic.  Results are equal to the last bit.
+Sharded parameters are updated with `foreach`, as torch does on accelerators, and once they have a
+state, the update gets this rank's parts: on a small part the dispatch of a DTensor operator costs
+more than its arithmetic.  The state stays that of DTensors.  Results are equal to the last bit.
 
 Rejected: a function mode around the step that splits the lists of each operator.  An optimizer
 reads attributes of each parameter a dozen times, and each read would pass through the mode: a step
@@ -22,7 +23,7 @@ import contextlib
 import functools
 import re
 import weakref
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Mapping
 from typing import Any
 
 import torch
@@ -81,7 +82,7 @@ def update_alone(optimizer: torch.optim.Optimizer) -> None:
     made.
     """
     kind: Any = type(optimizer)
-    with _named_errors(optimizer), _split(optimizer):
+    with _named_errors(optimizer), _split(optimizer) as of_lists, _on_parts(optimizer, of_lists):
         kind.step.__wrapped__(optimizer)
 
 
@@ -94,7 +95,7 @@ def _split_inside(kind: type[torch.optim.Optimizer]) -> Update:
 
     @functools.wraps(plain)
     def update(self: torch.optim.Optimizer, *args: Any, **kwargs: Any) -> Any:
-        with _split(self):
+        with _split(self) as of_lists, _on_parts(self, of_lists):
             return plain(self, *args, **kwargs)
 
     return torch.optim.Optimizer.profile_hook_step(update)
@@ -128,8 +129,12 @@ def _named_errors(optimizer: torch.optim.Optimizer) -> Iterator[None]:
 
 
 @contextlib.contextmanager
-def _split(optimizer: torch.optim.Optimizer) -> Iterator[None]:
-    """Give `optimizer` groups whose parameters are all plain, or all of one mesh."""
+def _split(optimizer: torch.optim.Optimizer) -> Iterator[list[dict[str, Any]]]:
+    """Give `optimizer` groups whose parameters are all plain, or all of one mesh.
+
+    Yields:
+        Those that are updated with `foreach` by our choice.
+    """
     groups = optimizer.param_groups
     lists = [group["params"] for group in groups]
     can_choose = type(optimizer) in _OF_LISTS
@@ -147,13 +152,58 @@ def _split(optimizer: torch.optim.Optimizer) -> Iterator[None]:
         part["foreach"] = True
     optimizer.param_groups = parts
     try:
-        yield
+        yield chosen
     finally:
         optimizer.param_groups = groups
         for part in chosen:
             part["foreach"] = None
         for group, params in zip(groups, lists, strict=True):
             group["params"] = params
+
+
+@contextlib.contextmanager
+def _on_parts(optimizer: torch.optim.Optimizer, groups: list[dict[str, Any]]) -> Iterator[None]:
+    """Give `groups` of a split `optimizer` this rank's parts of parameters, gradients and state."""
+    states: dict[Tensor, dict[str, Any]] = {}
+    updated: list[Parameter] = []
+    for group in groups:
+        trained = [param for param in group["params"] if param.grad is not None]
+        found = _parts(trained, optimizer.state)
+        if found:
+            group["params"] = [*found]
+            updated += trained
+            states |= found
+    optimizer.state.update(states)
+    try:
+        yield
+    finally:
+        for part in states:
+            del optimizer.state[part]
+    # Autograd looks here for what was written since the forward.
+    torch.autograd.graph.increment_version(updated)
+
+
+def _parts(params: list[Parameter], states: Mapping[Tensor, Any]) -> dict[Tensor, dict[str, Any]]:
+    """Return this rank's part of each of `params`, with its gradient and parts of its state.
+
+    Nothing if a parameter has no state yet, which is made as that of a DTensor, or if a gradient or
+    a state is divided in another way.
+    """
+    from torch.distributed.tensor import DTensor
+
+    found: dict[Tensor, dict[str, Any]] = {}
+    for param in params:
+        own = {"grad": param.grad, **states.get(param, {})}
+        sharded = {key: value for key, value in own.items() if isinstance(value, DTensor)}
+        placed = param.placements  # type: ignore[attr-defined]  # a DTensor
+        is_alike = all(value.placements == placed for value in sharded.values())
+        if not is_alike or "grad" not in sharded or len(sharded) == 1:
+            return {}
+        own |= {key: torch_compat.local_tensor(value) for key, value in sharded.items()}
+        part = torch_compat.local_tensor(param).detach()  # type: ignore[arg-type]
+        part.grad = own.pop("grad")
+        found[part] = own
+    return found
 
 
 def _kinds(params: list[Parameter]) -> list[list[Parameter]]:

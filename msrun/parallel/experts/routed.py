@@ -59,6 +59,7 @@ from msrun.parallel.layout import EXPERT_COPIES
 from msrun.parallel.local import is_sharded, replace_parameter
 from msrun.parallel.notation.mesh_layout import EXPERT_AXIS
 from msrun.parallel.rank_context import RankContext
+from msrun.parallel.tensor.placements import part_of
 from msrun.parallel.tensor.plan import ModulePlan
 
 
@@ -176,7 +177,7 @@ class _Routed:
 def _own_weights(module: nn.Module) -> dict[str, Tensor]:
     """Return the weights of this rank's experts."""
     return {
-        name: param.to_local() if is_sharded(param) else param
+        name: part_of(param) if is_sharded(param) else param
         for name, param in module.named_parameters(recurse=False)
     }
 

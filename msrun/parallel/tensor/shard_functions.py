@@ -7,13 +7,15 @@ not do; the guard then computes it whole.
 
 from __future__ import annotations
 
+import functools
 import math
 from collections.abc import Callable, Sequence
 from types import EllipsisType
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor
+from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.tensor import DTensor, Shard
 from torch.distributed.tensor.placement_types import Placement
 
@@ -21,6 +23,47 @@ from msrun.parallel.tensor.placements import on_mesh, part_of
 from msrun.parallel.torch_compat import parts_before, strided_shard
 
 ShardFunction = Callable[..., Any]
+# Shape of a part, and placements.
+_View = tuple[tuple[int, ...], tuple[Placement, ...]]
+# Divisions that are remembered: a program may have any number of shapes.
+_DIVISIONS_MAX = 2000
+
+
+class _DividedShape(NamedTuple):
+    """How ranks divide a tensor, of which functions remember what they find.
+
+    A model has few of them, and calls its functions in each step.
+
+    Args:
+        shape: Of the tensor.
+        placements: Of the tensor.
+        mesh: Of the tensor.
+    """
+
+    shape: torch.Size
+    placements: tuple[Placement, ...]
+    mesh: DeviceMesh
+
+    @property
+    def dims(self) -> set[int]:
+        """The dims that mesh axes shard."""
+        return {_dim(p) % len(self.shape) for p in self.placements if parts_before(p) is not None}
+
+    def ranks(self, dim: int) -> int:
+        """Return how many ranks share `dim`."""
+        on_dim = (i for i, p in enumerate(self.placements) if parts_before(p) and _dim(p) == dim)
+        return math.prod(self.mesh.size(i) for i in on_dim)
+
+    def packed_parts(self, dim: int) -> int:
+        """Return how many tensors `dim` packs; 1 too where several axes shard it."""
+        found = [
+            parts_before(p) or 1 for p in self.placements if parts_before(p) and _dim(p) == dim
+        ]
+        return found[0] if len(found) == 1 else 1
+
+
+def _division_of(x: DTensor) -> _DividedShape:
+    return _DividedShape(x.shape, x.placements, x.device_mesh)
 
 
 def _index(x: DTensor, key: Any) -> Any:
@@ -101,23 +144,33 @@ def _unbind(x: DTensor, dim: int = 0) -> Any:
 
 
 def _view(x: DTensor, *sizes: Any) -> Any:
-    """Return `x`, which packs several tensors in its last dim, in another shape.
+    """Return `x` in another shape, if that is a view of each part."""
+    shape = _shape(x, sizes)
+    viewed_as = None if shape is None else _view_of(_division_of(x), tuple(shape))
+    if viewed_as is None:
+        return None
+    local, placed = viewed_as
+    return on_mesh(part_of(x).reshape(local), x.device_mesh, placed)
 
-    The last dim may stay, or become two or more, of which the first counts the tensors.
+
+@functools.lru_cache(_DIVISIONS_MAX)
+def _view_of(division: _DividedShape, shape: tuple[int, ...]) -> _View | None:
+    """Return the shape of a part, and placements, of a tensor in another shape.
+
+    The last dim of one that packs several tensors there may stay, or become two or more, of which
+    the first counts the tensors.
     """
-    dim, shape = x.dim() - 1, _shape(x, sizes)
-    parts, ranks = _packed_parts(x, dim), _ranks(x, dim)
-    if shape is None:
-        return None
+    dim = len(division.shape) - 1
+    parts, ranks = division.packed_parts(dim), division.ranks(dim)
     if parts == 1:
-        return _view_of_parts(x, shape)
-    if sharded_dims(x) != {dim}:
+        return _view_of_parts(division, shape)
+    if division.dims != {dim}:
         return None
-    head, width = x.shape[:dim].numel(), x.shape[dim]
+    head, width = division.shape[:dim].numel(), division.shape[dim]
     # Several, if dims of one element stand before.
     for at in [i for i in range(len(shape)) if math.prod(shape[:i]) == head]:
         local, rest = list(shape), shape[at:]
-        if rest == [width]:
+        if rest == (width,):
             local[at] //= ranks
             new_dim: Placement = strided_shard(at, parts)
         elif len(rest) > 1 and rest[0] == parts and rest[1] % ranks == 0:
@@ -125,22 +178,23 @@ def _view(x: DTensor, *sizes: Any) -> Any:
             new_dim = Shard(at + 1)
         else:
             continue
-        placed = [p if parts_before(p) is None else new_dim for p in x.placements]
-        return on_mesh(part_of(x).reshape(local), x.device_mesh, placed)
+        placed = [p if parts_before(p) is None else new_dim for p in division.placements]
+        return tuple(local), tuple(placed)
     return None
 
 
-def _view_of_parts(x: DTensor, shape: list[int]) -> Any:
-    """Return `x` in another shape where a sharded dim stays, or is cut or joined in its parts.
+def _view_of_parts(division: _DividedShape, shape: tuple[int, ...]) -> _View | None:
+    """Return `_view_of` where a sharded dim stays, or is cut or joined in its parts.
 
-    Dims are matched from the first on: those of `x` whose product is that of some of `shape`.  A
-    sharded one of `x` must come first among its own, and the dim that takes its place must divide.
-    Of one that packs several tensors, such as the heads of each sample, dims that count them come
-    before it.
+    Dims are matched from the first on: those of the tensor whose product is that of some of
+    `shape`.  A sharded one of the tensor must come first among its own, and the dim that takes its
+    place must divide.  Of one that packs several tensors, such as the heads of each sample, dims
+    that count them come before it.
     """
-    local, placed = list(shape), list(x.placements)
-    for dim in sorted(sharded_dims(x)):
-        before, ranks, packs = x.shape[:dim].numel(), _ranks(x, dim), _packed_parts(x, dim)
+    local, placed = list(shape), list(division.placements)
+    for dim in sorted(division.dims):
+        before, ranks = division.shape[:dim].numel(), division.ranks(dim)
+        packs = division.packed_parts(dim)
         at = [i for i in range(len(shape)) if math.prod(shape[:i]) == before and shape[i] > 1]
         if len(at) != 1:
             return None
@@ -151,12 +205,12 @@ def _view_of_parts(x: DTensor, shape: list[int]) -> Any:
         if shape[place] % (left * ranks):
             return None
         local[place] //= ranks
-        for axis, placement in enumerate(x.placements):
+        for axis, placement in enumerate(division.placements):
             parts = parts_before(placement)
-            if parts is not None and _dim(placement) % x.dim() == dim:
+            if parts is not None and _dim(placement) % len(division.shape) == dim:
                 parts = parts if packs == 1 else left
                 placed[axis] = strided_shard(place, parts) if parts > 1 else Shard(place)
-    return on_mesh(part_of(x).reshape(local), x.device_mesh, placed)
+    return tuple(local), tuple(placed)
 
 
 def _unflatten(x: DTensor, dim: Any, sizes: Any) -> Any:
@@ -205,11 +259,15 @@ def is_packed(x: DTensor) -> bool:
 
 def is_even(x: DTensor) -> bool:
     """Return whether ranks hold shards of `x` of equal size, and no summands."""
-    if any(placement.is_partial() for placement in x.placements):
+    return _is_even(_division_of(x))
+
+
+@functools.lru_cache(_DIVISIONS_MAX)
+def _is_even(division: _DividedShape) -> bool:
+    if any(placement.is_partial() for placement in division.placements):
         return False
-    return all(
-        x.shape[dim] % (_ranks(x, dim) * _packed_parts(x, dim)) == 0 for dim in sharded_dims(x)
-    )
+    parts = {dim: division.ranks(dim) * division.packed_parts(dim) for dim in division.dims}
+    return all(division.shape[dim] % count == 0 for dim, count in parts.items())
 
 
 def _is_packed(placement: Placement) -> bool:
@@ -249,19 +307,12 @@ def _dim(placement: Placement) -> int:
 
 def sharded_dims(x: DTensor) -> set[int]:
     """Return the dims of `x` that mesh axes shard."""
-    return {_dim(p) % x.dim() for p in x.placements if parts_before(p) is not None}
-
-
-def _ranks(x: DTensor, dim: int) -> int:
-    mesh = x.device_mesh
-    on_dim = (i for i, p in enumerate(x.placements) if parts_before(p) and _dim(p) == dim)
-    return math.prod(mesh.size(i) for i in on_dim)
+    return _division_of(x).dims
 
 
 def _packed_parts(x: DTensor, dim: int) -> int:
     """Return how many tensors `dim` packs; 1 too where several axes shard it."""
-    parts = [parts_before(p) or 1 for p in x.placements if parts_before(p) and _dim(p) == dim]
-    return parts[0] if len(parts) == 1 else 1
+    return _division_of(x).packed_parts(dim)
 
 
 def wrapped(x: DTensor, local: Tensor, moved: dict[int, int] | None = None) -> DTensor:

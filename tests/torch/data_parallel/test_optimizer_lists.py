@@ -28,16 +28,29 @@ class Lists(TorchFunctionMode):
 
 
 def trained(config, kind, options):
-    """Return what is updated in lists, and all parameters after some steps."""
+    """Return what each step updates in lists, and all parameters after the last.
+
+    What is updated is a number of mesh axes, 0 of plain tensors.
+    """
     runtime = msrun.init(config)
     network = runtime.shard(build("mlp"))
     update = runtime.optimizer(kind(network.parameters(), lr=0.01, **options))
+    seen = []
     for x, y in batches("mlp"):
         with Lists() as lists:
             runtime.step(network, update, functional.cross_entropy, x, y)
+        seen.append(lists.seen)
     values = [p.full_tensor() if hasattr(p, "full_tensor") else p for p in network.parameters()]
     assert [group["foreach"] for group in update.param_groups] == [options.get("foreach")]
-    return lists.seen - {0}, [v.tolist() for v in values]
+    for param, state in update.state.items():
+        of_param = [value for key, value in state.items() if key != "step"]
+        assert all(type(value) is type(param.data) for value in of_param)
+    assert set(update.state) <= set(network.parameters())
+    return seen, [v.tolist() for v in values]
+
+
+def sharded_lists(seen):
+    return set().union(*seen) - {0}
 
 
 @pytest.mark.parametrize("options", [{}, {"shard_size": 2}, {"threshold": 256}])
@@ -47,27 +60,35 @@ def test_lists_change_nothing(kind, own, options):
     lists, found = run_warm(trained, 4, config, kind, own)[0]
     one_by_one, expected = run_warm(trained, 4, config, kind, own | {"foreach": False})[0]
 
-    assert lists == ({2} if "shard_size" in options else {1})
-    assert not one_by_one
+    assert sharded_lists(lists) == ({2} if "shard_size" in options else {1})
+    assert not sharded_lists(one_by_one)
     assert found == expected
 
 
+def test_steps_with_a_state_update_parts():
+    first, *later = run_warm(trained, 2, {"optimizer": {"zero": 3}}, ADAM, {})[0][0]
+
+    assert 1 in first
+    assert later
+    assert all(seen == {0} for seen in later)
+
+
 def test_whole_parameters_stay_as_torch_has_them():
-    assert run_warm(trained, 2, {}, ADAM, {})[0][0] == set()
+    assert sharded_lists(run_warm(trained, 2, {}, ADAM, {})[0][0]) == set()
 
 
 def test_what_the_user_chose_stays():
     config = {"optimizer": {"zero": 1}}
-    assert run_warm(trained, 2, config, ADAM, {"fused": True})[0][0] == set()
+    assert sharded_lists(run_warm(trained, 2, config, ADAM, {"fused": True})[0][0]) == set()
 
 
 def test_other_optimizers_stay_as_torch_has_them():
     config = {"optimizer": {"zero": 1}}
-    assert run_warm(trained, 2, config, torch.optim.RMSprop, {})[0][0] == set()
+    assert sharded_lists(run_warm(trained, 2, config, torch.optim.RMSprop, {})[0][0]) == set()
 
 
 def test_many_axes_are_left_alone():
     plan = [{"match": "fc1", "style": "colwise"}, {"match": "fc2", "style": "rowwise"}]
     config = {"mesh": {"dp": 2, "tp": 2}, "plan": plan, "optimizer": {"zero": 1, "shard_size": 1}}
     # Three axes shard the first two layers; the third layer has no rule.
-    assert run_warm(trained, 4, config, ADAM, {})[0][0] == {2}
+    assert sharded_lists(run_warm(trained, 4, config, ADAM, {})[0][0]) == {2}
