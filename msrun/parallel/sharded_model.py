@@ -260,6 +260,8 @@ class ShardedModel:
         self._watched: weakref.WeakSet[torch.optim.Optimizer] = weakref.WeakSet()
         self._snapshot = snapshot
         self.order = order
+        if order:
+            order.before_gather = self.decisions.before_gather
         self.replicas = replicas
         self._micro_batches = micro_batches
         self.dropout_rngs = dropout_rngs
@@ -393,6 +395,7 @@ class ShardedModel:
     def _before_step(self, replicas: ReplicaDigest) -> None:
         """Do what every step of an optimizer needs, also in a plain loop."""
         replicas.count_step()
+        self.decisions.settle_calls()
         self._check_data()
         if self.order and (model := self._model()) is not None:
             if not self._gathering:
