@@ -270,6 +270,9 @@ class ShardedModel:
         self._excluded = excluded
         self._originals = originals
         self._reductions = reductions
+        if reductions:
+            forget = CallHook(weakly(self._forget_raised))
+            nn.Module.register_forward_pre_hook(model, forget, prepend=True)
         self.computing = computing
         self.microbatches = microbatches
         self.is_pipeline = is_pipeline
@@ -331,6 +334,11 @@ class ShardedModel:
         if self.late:
             contexts.append(partial(self.late.open, self.microbatches))
         return entered(contexts)
+
+    def _forget_raised(self) -> None:
+        """Forget a backward pass that raised on all ranks, and that the script caught."""
+        for reduction in self._reductions:
+            reduction.forget_raised()
 
     def completed(self) -> contextlib.ExitStack:
         """Return an entered context of one backward pass, at whose end gradients are reduced."""

@@ -578,6 +578,29 @@ def _watch_unit(
     group.pre_backward, group.wait_for_unshard = watched_pre_backward, plain_wait_for_unshard
 
 
+def has_raised_pass(model: FSDPModule) -> bool:
+    """Return whether a backward pass of `fully_shard` raised, so that its end never came.
+
+    torch ends no later one then: parameters stay gathered, and forward passes compute with those of
+    before the optimizer's step.
+
+    Args:
+        model: The outermost module of `fully_shard`.
+    """
+    from torch.distributed.fsdp import fully_shard
+
+    state: Any = fully_shard.state(model)  # type: ignore[attr-defined]
+    is_waiting: bool = state._state_ctx.post_backward_final_callback_queued  # noqa: SLF001
+    return is_waiting and not is_in_backward()
+
+
+def drop_gathered_gradients(model: nn.Module) -> None:
+    """Drop gradients that modules of `fully_shard` in `model` have not reduced."""
+    for param in _gathered(model):
+        if hasattr(param, "_unsharded_param"):
+            param._unsharded_param.grad = param.unsharded_accumulated_grad = None  # noqa: SLF001
+
+
 def _before_gather(group: Any, call: Callable[[], None]) -> None:
     unshard = group.unshard
 
