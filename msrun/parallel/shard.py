@@ -17,6 +17,7 @@ from __future__ import annotations
 import contextlib
 import math
 import warnings
+import weakref
 from collections.abc import Callable, Mapping, Sequence
 from functools import partial
 from typing import TYPE_CHECKING, Any, NamedTuple
@@ -524,7 +525,7 @@ def _computing(
     if zero:
         from msrun.parallel.data_parallel.zero_errors import named_errors
 
-        contexts.append(partial(named_errors, model, level))
+        contexts.append(partial(named_errors, weakref.ref(model), level))
     if sequences:
         contexts.append(sequences.watched)
     return contexts

@@ -264,6 +264,8 @@ class ShardedModel:
         self._watched: weakref.WeakSet[torch.optim.Optimizer] = weakref.WeakSet()
         self._snapshot = snapshot
         self.order = order
+        if order:
+            order.before_gather = self.decisions.before_gather
         self.replicas = replicas
         self._micro_batches = micro_batches
         self.dropout_rngs = dropout_rngs
@@ -272,6 +274,9 @@ class ShardedModel:
         self._excluded = excluded
         self._originals = originals
         self._reductions = reductions
+        if reductions:
+            forget = CallHook(weakly(self._forget_raised))
+            nn.Module.register_forward_pre_hook(model, forget, prepend=True)
         self.computing = computing
         self.microbatches = microbatches
         self.is_pipeline = is_pipeline
@@ -333,6 +338,11 @@ class ShardedModel:
         if self.late:
             contexts.append(partial(self.late.open, self.microbatches))
         return entered(contexts)
+
+    def _forget_raised(self) -> None:
+        """Forget a backward pass that raised on all ranks, and that the script caught."""
+        for reduction in self._reductions:
+            reduction.forget_raised()
 
     def completed(self) -> contextlib.ExitStack:
         """Return an entered context of one backward pass, at whose end gradients are reduced."""
@@ -409,6 +419,7 @@ class ShardedModel:
         for memory in self._divided:
             give_gradient(memory.param)
         replicas.count_step()
+        self.decisions.settle_calls()
         self._check_data()
         if self.order and (model := self._model()) is not None:
             if not self._gathering:

@@ -296,7 +296,7 @@ def _train(
         is_last = index == len(parts) - 1
         reduction = sharded.completed() if is_last else sharded.paused()
         is_traced = looks and not index
-        in_part = sharded.decisions.in_part(index, is_traced=is_traced)
+        in_part = sharded.decisions.in_part(is_traced=is_traced)
         with tally.explaining(), reduction, sharded.computing(), in_part:
             samples = batch_size(part)
             if sharded.sequences:
@@ -311,6 +311,7 @@ def _train(
             absent += not depends(loss.value)
             tally.add(loss, samples)
             if is_last:
+                sharded.decisions.settle()
                 tally.note_unreached(absent)
                 tally.combine()
             objective = tally.objective(loss, samples)

@@ -421,6 +421,7 @@ def watch_units(
     changed: Callable[[str], None] = lambda _: None,
     completed: Callable[[list[str], list[str]], None] = lambda *_: None,
     written: Callable[[str], None] = lambda _: None,
+    gathering: Callable[[], None] = lambda: None,
 ) -> None:
     """Call back when modules of `fully_shard` in `model` gather or reduce.
 
@@ -441,6 +442,7 @@ def watch_units(
             and had no gradient before, and of those that have one.
         written: Called with the name of a parameter that a script wrote while it was gathered in
             another type; others keep what was written.
+        gathering: Called before the gather of a module starts.
     """
     from torch.distributed.fsdp import FSDPModule, fully_shard
 
@@ -449,6 +451,7 @@ def watch_units(
             state: Any = fully_shard.state(module)  # type: ignore[attr-defined]
             for group in state._fsdp_param_groups:  # noqa: SLF001
                 check = partial(_check_gradients, group, sparse, changed, completed)
+                _before_gather(group, gathering)
                 _watch_unit(group, partial(gathered, name), reduced, check, differentiated)
                 _keep_what_is_written(group, written)
 
@@ -573,6 +576,40 @@ def _watch_unit(
 
     group.unshard, group.post_backward = watched_unshard, watched_post_backward
     group.pre_backward, group.wait_for_unshard = watched_pre_backward, plain_wait_for_unshard
+
+
+def has_raised_pass(model: FSDPModule) -> bool:
+    """Return whether a backward pass of `fully_shard` raised, so that its end never came.
+
+    torch ends no later one then: parameters stay gathered, and forward passes compute with those of
+    before the optimizer's step.
+
+    Args:
+        model: The outermost module of `fully_shard`.
+    """
+    from torch.distributed.fsdp import fully_shard
+
+    state: Any = fully_shard.state(model)  # type: ignore[attr-defined]
+    is_waiting: bool = state._state_ctx.post_backward_final_callback_queued  # noqa: SLF001
+    return is_waiting and not is_in_backward()
+
+
+def drop_gathered_gradients(model: nn.Module) -> None:
+    """Drop gradients that modules of `fully_shard` in `model` have not reduced."""
+    for param in _gathered(model):
+        if hasattr(param, "_unsharded_param"):
+            param._unsharded_param.grad = param.unsharded_accumulated_grad = None  # noqa: SLF001
+
+
+def _before_gather(group: Any, call: Callable[[], None]) -> None:
+    unshard = group.unshard
+
+    def calling_unshard(*options: Any, **named: Any) -> None:
+        if group._all_gather_result is None and not group.is_unsharded:  # noqa: SLF001 - else no gather
+            call()
+        unshard(*options, **named)
+
+    group.unshard = calling_unshard
 
 
 def _check_gradients(

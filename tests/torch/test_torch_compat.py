@@ -21,7 +21,7 @@ import torch.distributed as dist
 from ranks import Counted, batches, build, run_ranks, run_warm
 from torch import nn
 from torch.distributed.device_mesh import init_device_mesh
-from torch.distributed.fsdp import fully_shard
+from torch.distributed.fsdp import FSDPModule, fully_shard
 from torch.distributed.tensor import DTensor, Partial, Replicate, Shard, distribute_tensor
 from torch.nn import functional
 from torch.optim.swa_utils import AveragedModel
@@ -42,6 +42,7 @@ from msrun.parallel.torch_compat import (
     compiled_again,
     compiled_whole,
     dispatching,
+    drop_gathered_gradients,
     eagerly,
     empty_wrapper,
     functional_collective,
@@ -51,6 +52,7 @@ from msrun.parallel.torch_compat import (
     has_global_hooks,
     has_gradient_hooks,
     has_own_call,
+    has_raised_pass,
     has_shards_in_place,
     hooks_of,
     is_active,
@@ -466,6 +468,49 @@ def _told():
     return told
 
 
+def _after_a_raised_pass():
+    """Return what is known of a pass that raises, and gradients of the next one and of another."""
+    models = [build("mlp") for _ in range(2)]
+    found = []
+    for index, model in enumerate(models):
+        before = []
+        for module in (*model.children(), model):
+            fully_shard(module)
+        watch_units(model, *4 * [lambda *_: None], gathering=partial(before.append, None))
+        x, y = batches("mlp", steps=1)[0]
+        if index:
+            broken = model.fc1.register_full_backward_pre_hook(_raise)
+            with pytest.raises(ArithmeticError):
+                functional.cross_entropy(model(x), y).backward()
+            found += [has_raised_pass(model), any(p.grad is not None for p in model.parameters())]
+            drop_gathered_gradients(model)
+            model.reset_iter_state()
+            model.zero_grad()
+            broken.remove()
+        found.append(has_raised_pass(model))
+        before.clear()
+        functional.cross_entropy(model(x), y).backward()
+        found.append(len(before))
+    pairs = zip(*(model.parameters() for model in models), strict=True)
+    same = [torch.equal(one.grad.to_local(), other.grad.to_local()) for one, other in pairs]
+    return found, all(same)
+
+
+def _raise(*_):
+    raise ArithmeticError
+
+
+@pytest.mark.skipif(
+    not hasattr(FSDPModule, "reset_iter_state"),
+    reason="this version of torch cannot forget a pass",
+)
+def test_a_pass_of_units_that_raised_is_known_and_forgotten():
+    for found, is_same in run_ranks(_after_a_raised_pass, 2):
+        assert (found[0], found[2:4], found[4]) == (False, [True, True], False)
+        assert found[1] == found[5]
+        assert is_same
+
+
 def test_watched_units_tell_what_is_gathered_and_reduced():
     forward = ["+fc1", "+fc2", "+fc3"]
     # What comes next is gathered before its turn.
@@ -707,8 +752,6 @@ def test_joined_inputs_are_replaced_and_gathered_parameters_known():
 
 def parts_of_units():
     """Return what is said of a network of two units, of which the inner one is called first."""
-    from torch.distributed.fsdp import fully_shard
-
     network = nn.Sequential(nn.Linear(2, 2), nn.Sequential(nn.Linear(2, 2), nn.Tanh()))
     fully_shard(network[1])
     fully_shard(network)

@@ -67,6 +67,7 @@ class CollectiveOrder:
 
     Attributes:
         check: Raises at the end of a backward pass of a plain loop whose gradients are not right.
+        before_gather: Called before each gather.
         joins: Notes about inputs of units that got zeros; of a pipeline the stage has its own.
         fills: Notes about parameters of units that got zeros.
     """
@@ -90,6 +91,7 @@ class CollectiveOrder:
         self._is_planned = False
         self._model = weakref.ref(model)
         self.check: Callable[[], None] = lambda: None
+        self.before_gather: Callable[[], None] = lambda: None
         self.joins = self.fills = JoinNotes()
         torch_compat.watch_units(
             model,
@@ -100,6 +102,7 @@ class CollectiveOrder:
             changed=_on_changed_type,
             completed=self._on_completed,
             written=_on_written,
+            gathering=self._on_gathering,
         )
 
     @contextlib.contextmanager
@@ -155,6 +158,9 @@ class CollectiveOrder:
         if self._group.size() > 1 and not loss.requires_grad:
             problem = f"the loss of rank {dist.get_rank()} depends on no parameter that is trained"
             raise self._refusal(problem)
+
+    def _on_gathering(self) -> None:
+        self.before_gather()
 
     def _on_gather(self, name: str) -> None:
         self._add("gathered", name or self._name)

@@ -90,16 +90,18 @@ class ParameterSnapshot:
                 found += params.values()
         return found
 
-    def _identities(self, model: nn.Module) -> dict[str, Parameter | nn.Module | None]:
-        """Return parameters by name; for a gathered one the module that holds it.
+    def _identities(self, model: nn.Module) -> dict[str, Parameter | weakref.ref[nn.Module]]:
+        """Return parameters by name; for a gathered one a reference to the module that holds it.
 
         A gathered parameter is another object than its shard, so only its module identifies it.
+        One of `fully_shard` knows the whole model and would keep it alive.  A module has one such
+        reference.
         """
-        identities: dict[str, Parameter | nn.Module | None] = {}
+        identities: dict[str, Parameter | weakref.ref[nn.Module]] = {}
         for name, param in model.named_parameters(remove_duplicate=False):
             holder, _, _ = name.rpartition(".")
             if name not in self._gathered:
                 identities[name] = param
-            else:  # None for the model itself: it cannot be replaced, and must not be kept alive
-                identities[name] = model.get_submodule(holder) if holder else None
+            else:
+                identities[name] = weakref.ref(model.get_submodule(holder))
         return identities

@@ -142,6 +142,13 @@ class Bucket:
         if flat.device.type == "cpu" and flat.dtype == self.params[0].dtype:
             self._room = flat
 
+    def drop(self) -> None:
+        """Forget the gradients of a backward pass that raised, once other ranks have them."""
+        if self._sent is not None:
+            self._sent[1].wait()
+            self._sent = None
+        self.pending = len(self.params)
+
     def take_votes(self) -> Tensor:
         """Return the sums of what ranks voted, and release them: they are a view of the buffer."""
         votes, self._votes = self._votes, None
@@ -258,6 +265,17 @@ class GradientReducer:
         # In order: a full bucket waits for those before it, as it does on every other rank.
         while self._next < len(self._buckets) and self._buckets[self._next].pending <= 0:
             self._launch_next()
+
+    def forget_raised(self) -> None:
+        """Forget a backward pass that raised, whose end never came; before each forward pass.
+
+        Gradients that were on their way are dropped, as `zero_grad` of the script drops others.
+        """
+        if self._is_running and not torch_compat.is_in_backward():
+            for bucket in self._buckets:
+                bucket.drop()
+            self._is_running = self._has_changed = False
+            self._next = 0
 
     def _launch_next(self) -> None:
         bucket = self._buckets[self._next]

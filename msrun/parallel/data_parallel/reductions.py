@@ -9,9 +9,10 @@ by ZeRO or as replicated ones.
 from __future__ import annotations
 
 import contextlib
+import weakref
 from collections.abc import Callable, Collection, Mapping, Sequence
 from functools import partial
-from typing import TYPE_CHECKING, Any, NamedTuple
+from typing import TYPE_CHECKING, Any, NamedTuple, cast
 
 import msgspec
 import torch
@@ -49,11 +50,13 @@ class Reduction(msgspec.Struct, frozen=True):
         reduce: Reduces gradients that accumulated while paused.
         completed: Context of one backward pass; gradients are reduced at its end, even if the
             backward pass reached no parameter of this rank.
+        forget_raised: Forgets a backward pass that raised; called before each forward pass.
     """
 
     paused: Context
     reduce: Callable[[], None]
     completed: Context = contextlib.nullcontext
+    forget_raised: Callable[[], None] = lambda: None
 
 
 class Zero(NamedTuple):
@@ -171,10 +174,7 @@ def find(
     ]
     found: list[Reduction] = []
     if zero is not None:
-        from msrun.parallel.data_parallel.zero import paused, reduce
-
-        level = config.optimizer.zero
-        found.append(Reduction(partial(paused, zero.model, level), partial(reduce, model, level)))
+        found.append(_of_zero(zero.model, model, config.optimizer.zero))
         params = [(name, param) for name, param in params if param in zero.replicated]
     if context.layout.size(DATA_AXIS) == 1:
         return found
@@ -189,6 +189,21 @@ def find(
     if shared and _copies(context) > 1:
         found.append(reduction(shared, context.root_mesh.get_group(EXPERT_COPIES)))
     return found
+
+
+def _of_zero(sharded: FSDPModule, model: nn.Module, level: int) -> Reduction:
+    """Return the reduction of ZeRO, which does not keep its model alive.
+
+    The runtime maps the model to what has this reduction.
+    """
+    from msrun.parallel.data_parallel.zero import forget_raised, paused, reduce
+
+    own, whole = weakref.ref(sharded), weakref.ref(model)
+    return Reduction(
+        lambda: paused(cast("FSDPModule", own()), level),
+        lambda: reduce(cast("nn.Module", whole()), level),
+        forget_raised=lambda: forget_raised(cast("FSDPModule", own())),
+    )
 
 
 def _reduction(
@@ -210,7 +225,7 @@ def _reduction(
         check=checks.model,
         check_hooks=checks.hooks,
     )
-    return Reduction(reducer.paused, reducer.reduce, reducer.completed)
+    return Reduction(reducer.paused, reducer.reduce, reducer.completed, reducer.forget_raised)
 
 
 def _parameters_of(experts: Sequence[nn.Module]) -> set[Parameter]:

@@ -103,6 +103,10 @@ class RowBucket:
     def forget_room(self) -> None:
         """Do nothing: each step has other rows, so no buffer is kept."""
 
+    def drop(self) -> None:
+        """Forget a backward pass that raised: nothing was sent."""
+        self.pending, self._sent = 1, None
+
     def finish(self) -> None:
         """Reduce the gradient over the ranks."""
         if self._sent is None:

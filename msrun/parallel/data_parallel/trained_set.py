@@ -150,6 +150,10 @@ class VoteBucket:
             self._work.wait()
             self._work = None
 
+    def drop(self) -> None:
+        """Forget votes of a backward pass that raised, once other ranks have them."""
+        self.finish()
+
     def take_votes(self) -> Tensor:
         """Return the sums."""
         return self._votes

@@ -46,7 +46,7 @@ from __future__ import annotations
 import contextlib
 from collections.abc import Collection, Iterator, Mapping, Sequence
 from functools import partial
-from typing import Any
+from typing import Any, cast
 
 import torch
 from torch import nn
@@ -446,6 +446,24 @@ def reduce(sharded: nn.Module, zero: int) -> None:
         torch_compat.reduce_sharded(sharded)  # type: ignore[arg-type]  # it is both
     elif zero < RESHARD_LEVEL:
         release(sharded)
+
+
+def forget_raised(sharded: FSDPModule) -> None:
+    """Forget a backward pass that raised, and that the script caught; before each forward pass.
+
+    Raises:
+        ModelError: This version of torch cannot.
+    """
+    if not torch_compat.has_raised_pass(sharded):
+        return
+    if not hasattr(sharded, "reset_iter_state"):
+        raise ModelError(
+            f"{ROOT}.optimizer.zero: a backward pass raised, and torch {torch.__version__} cannot "
+            "go on with sharded parameters",
+            hint="let the script end, and start from a checkpoint; choose zero 0, or torch 2.13",
+        )
+    torch_compat.drop_gathered_gradients(cast("nn.Module", sharded))
+    sharded.reset_iter_state()
 
 
 def _set(sharded: FSDPModule, zero: int, *, is_last: bool) -> None:

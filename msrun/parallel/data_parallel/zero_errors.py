@@ -7,6 +7,7 @@ itself, so its forward does the same (`name_errors_of`).
 from __future__ import annotations
 
 import contextlib
+import weakref
 from collections.abc import Callable, Iterator
 from typing import Any
 
@@ -22,8 +23,12 @@ _NAMES_SHOWN = 3
 
 
 @contextlib.contextmanager
-def named_errors(model: nn.Module, level: int) -> Iterator[None]:
+def named_errors(model: weakref.ref[nn.Module], level: int) -> Iterator[None]:
     """Say in one sentence what the model or the loss did that parameters of ZeRO do not allow.
+
+    Args:
+        model: The model, which what runs its steps must not keep alive.
+        level: `zero` of the configuration.
 
     Raises:
         ModelError: It used a parameter outside of the forward of its unit, or wrote an input.
@@ -31,7 +36,8 @@ def named_errors(model: nn.Module, level: int) -> Iterator[None]:
     try:
         yield
     except RuntimeError as error:
-        if sentence := _sentence_of(error, model, level):
+        own = model()
+        if own is not None and (sentence := _sentence_of(error, own, level)):
             raise sentence from None
         raise
 

@@ -2,9 +2,16 @@
 
 Theory of operation.  One process decides once for the whole batch, and each rank and micro-batch
 for its own part.  Where parts decide alike nothing is wrong: the maximum of a batch is above 2 if
-that of each part is.  Where they do not, some samples take another path than in one process, and
-under ZeRO the ranks of one path wait for parameters that the others do not gather.  So parts
-compare what they decide, when they do: all ranks get there by the same path, and all raise.
+that of each part is.  Where they do not, some samples take another path than in one process.  So
+parts compare what they decided, and all ranks raise.
+
+When they compare: at places that all ranks come to, whatever path they take.  A rank may come to
+a decision that others pass by, as behind `if not mask.all():`.  So answers wait, in the order of
+each line, until the loss of the last micro-batch; of a plain loop, until the optimizer steps.  The
+n-th answer of a line on one rank is compared with the n-th of the others that have one.  Under ZeRO
+the ranks of one path would wait for parameters that the others do not gather.  There ranks compare
+before each gather of a forward pass, too: one that gathers nothing more meets the others at its
+loss.
 
 `DecisionTrace` sees the first forward pass and loss.  It notes which tensors depend on values of
 the batch, which are floating point: integers, such as tokens and their masks, say what is there,
@@ -13,12 +20,12 @@ either.  A sample that is taken out by a number is by itself.  Whether a tensor 
 from the code alone, and not from sizes, so ranks with batches of other sizes note the same.
 
 Most models decide nothing, and later steps do without it.  In those that do, `DecisionWatch`
-compares what the same lines read in later micro-batches and steps.  In a plain loop, hooks of the
+notes what the same lines read in later micro-batches and steps.  In a plain loop, hooks of the
 model do the same with its calls in training; the script has its micro-batches, so ranks alone are
 compared.
 
 A guard (`if mask.any():`) mostly skips what would do nothing, so parts that differ there are a
-warning, and go on without being compared until their next forward, as their paths may differ.
+warning.
 A sum over samples grows with them, so that two parts may agree beside the batch; a decision by it
 is refused in micro-batches, and between ranks a warning, as other mixtures are in `sample_watch`.
 Python numbers (`h.max().item()`) are lost to sight, and may only be shown: they are a warning.
@@ -27,8 +34,10 @@ Python numbers (`h.max().item()`) are lost to sight, and may only be shown: they
 from __future__ import annotations
 
 import contextlib
-import functools
+import itertools
 import warnings
+import weakref
+from collections import Counter
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from typing import Any, NamedTuple
 
@@ -40,6 +49,7 @@ from torch.overrides import TorchFunctionMode
 
 from msrun.errors import ModelError
 from msrun.parallel.config import ROOT
+from msrun.parallel.exchange import messages
 from msrun.parallel.losses.batch import tensors_in
 from msrun.parallel.losses.call_hook import CallHook, trains
 from msrun.parallel.losses.mixing import dims_of
@@ -58,6 +68,8 @@ _OF_NO_VALUE = frozenset(["isnan", "isinf", "isfinite", "isposinf", "isneginf"])
 _SUMS = frozenset(["sum", "nansum", "count_nonzero", "norm", "vector_norm", "prod", "logsumexp"])
 _SUMS |= {"std", "var"}
 _CUTTING = frozenset(["__getitem__", "__iter__", "unbind", "select", "chunk", "split", "narrow"])
+_YES, _NO = 1, 2
+_ANSWERS_MAX = 1000  # of a line in a step, which are compared
 _HINT = (
     "decide for each sample, as by torch.where, or by a value of the whole batch that is computed "
     "before the step"
@@ -78,11 +90,28 @@ class Dependence(NamedTuple):
     is_guard: bool = False
 
 
+class Answers(NamedTuple):
+    """What a rank decided at a line.
+
+    Args:
+        line: Of the script.
+        is_guard: Whether it is a guard.
+        is_sum: Whether a sum over samples is refused there.
+        found: The first, second, ... answers of all parts: `_YES`, `_NO` or both.
+    """
+
+    line: str
+    is_guard: bool
+    is_sum: bool
+    found: list[int]
+
+
 class Decisions:
     """What a model decides by values of its part of the batch.
 
     Attributes:
-        lines: Of the script, which decide; each with whether it is a guard.
+        lines: Of the script, which decide; each with whether it is a guard.  All ranks have the
+            same from the end of the first step on.
         trace: Of the first micro-batch of the first step, until the second begins.
     """
 
@@ -91,9 +120,13 @@ class Decisions:
         self._group: dist.ProcessGroup | None = None
         self._device = torch.device("cpu")
         self._parts = 1
-        self._first: list[bool] = []  # what the first micro-batch decided
-        self._part = self._next = 0
-        self._is_step = self._is_traced = self._is_apart = False
+        self._found: dict[str, list[int]] = {}
+        self._sums: set[str] = set()
+        self._counts: Counter[str] = Counter()  # answers of each line in this part
+        # Whether answers of this step are compared, and whether a part of it runs.
+        self._is_followed = self._is_running = False
+        self._is_step = self._is_traced = False
+        self._has_calls = False  # whose answers are not compared yet
         self._warned: set[str] = set()
         self._calls: list[contextlib.ExitStack] = []
         self.trace: DecisionTrace | None = None
@@ -107,7 +140,14 @@ class Decisions:
             parts: Micro-batches of a rank.
         """
         self._group, self._device, self._parts = group, device, parts
-        self._first, self._part, self.trace = [], 0, None
+        self._is_followed = self._has_calls = False
+        self.trace = None
+        self._forget()
+
+    def _forget(self) -> None:
+        self._found.clear()
+        self._sums.clear()
+        self._counts.clear()
 
     @contextlib.contextmanager
     def in_step(self) -> Iterator[None]:
@@ -119,52 +159,56 @@ class Decisions:
             self._is_step = False
 
     @contextlib.contextmanager
-    def in_part(self, part: int, *, is_traced: bool = False) -> Iterator[None]:
-        """Compare what known lines decide for a micro-batch, inside, unless it is traced."""
-        self._part, self._next, self._is_apart = part, 0, False
-        with contextlib.nullcontext() if is_traced else self._watched():
-            yield
+    def in_part(self, *, is_traced: bool = False) -> Iterator[None]:
+        """Note what known lines decide for a micro-batch, inside, unless it is traced."""
+        self._counts.clear()
+        self._is_followed |= is_traced or bool(self.lines)
+        self._is_running = True
+        try:
+            with contextlib.nullcontext() if is_traced else self._watched():
+                yield
+        finally:
+            self._is_running = False
 
     def watch_calls(self, model: nn.Module, group: dist.ProcessGroup, device: torch.device) -> None:
-        """Compare what `model` decides in a plain loop, too.
+        """Note what `model` decides in a plain loop, too, for `settle_calls`.
 
         Args:
             model: Of `rt.shard`.
             group: The data-parallel ranks.
             device: Of this rank.
         """
-        begin = CallHook(functools.partial(self._begin_call, group, device))
-        end = CallHook(self._end_call)
-        nn.Module.register_forward_pre_hook(model, begin, with_kwargs=True)
+        watched = weakref.ref(model)
+
+        def begin_call(own: nn.Module, args: tuple[Any, ...], kwargs: Mapping[str, Any]) -> None:
+            self._calls.append(stack := contextlib.ExitStack())
+            # A copy has the same hooks, and may be called on one rank.
+            if not self._is_step and trains(own) and own is watched():
+                self._group, self._device, self._parts = group, device, 1
+                self._begin_call(stack, tensors_in([args, kwargs]))
+
+        nn.Module.register_forward_pre_hook(model, CallHook(begin_call), with_kwargs=True)
         # Modes end in turn: those of hooks that begin earlier end later.
+        end = CallHook(self._end_call)
         nn.Module.register_forward_hook(model, end, prepend=True, always_call=True)
 
-    def _begin_call(
-        self,
-        group: dist.ProcessGroup,
-        device: torch.device,
-        model: nn.Module,
-        args: tuple[Any, ...],
-        kwargs: Mapping[str, Any],
-    ) -> None:
-        if self._is_step or not trains(model):
-            self._calls.append(contextlib.ExitStack())
+    def _begin_call(self, stack: contextlib.ExitStack, batch: Sequence[Tensor]) -> None:
+        if self._is_traced and not self.lines:
             return
-        self.begin(group, device, 1)
-        self._next, self._is_apart = 0, False
-        self._calls.append(stack := contextlib.ExitStack())
+        self._has_calls = self._is_followed = self._is_running = True
         if self._is_traced:
             stack.enter_context(self._watched())
             return
         self._is_traced = True
         stack.enter_context(eagerly())
-        trace = DecisionTrace(self, tensors_in([args, kwargs]))
+        trace = DecisionTrace(self, batch)
         stack.enter_context(trace)
         stack.enter_context(trace.in_model())
 
     def _end_call(self, *_: Any) -> None:
         if self._calls:  # else a hook before ours raised
             self._calls.pop().close()
+            self._is_running = self._is_step
 
     @contextlib.contextmanager
     def _watched(self) -> Iterator[None]:
@@ -174,38 +218,78 @@ class Decisions:
         with eagerly(), DecisionWatch(self):
             yield
 
-    def compare(self, answer: bool, line: str, *, is_sum: bool = False) -> None:  # noqa: FBT001
-        """Compare what this part decides; all parts do.
+    def note(self, answer: bool, line: str, *, is_sum: bool = False) -> None:  # noqa: FBT001
+        """Note what this part decides at a line."""
+        if is_sum:
+            self._note_sum(line)
+        at, found = self._counts[line], self._found.setdefault(line, [])
+        self._counts[line] += 1
+        bit = _YES if answer else _NO
+        if at < len(found):
+            found[at] |= bit
+        elif at < _ANSWERS_MAX:
+            found.append(bit)
+
+    def settle(self) -> None:
+        """Compare what all micro-batches of a step decided; all ranks call it.
 
         Raises:
             ModelError: Parts decide otherwise, on all ranks.
         """
-        if self._is_apart:
-            return
-        if is_sum:
-            self._note_sum(line)
-        if self._part == 0:
-            self._first.append(answer)
-        at = self._next
-        self._next += 1
-        is_alike = at >= len(self._first) or self._first[at] == answer
+        if self._is_followed:
+            self._compare()
+
+    def settle_calls(self) -> None:
+        """Compare what calls of a plain loop decided, before an optimizer steps.
+
+        Raises:
+            ModelError: Ranks decide otherwise, on all of them.
+        """
+        if self._has_calls:
+            self._has_calls = False
+            try:
+                self._compare()
+            finally:
+                self._forget()
+
+    def before_gather(self) -> None:
+        """Compare what was decided so far, where ranks of other paths would not gather.
+
+        Raises:
+            ModelError: Parts decide otherwise, on all ranks.
+        """
+        if self._is_running and self._is_followed and not is_in_backward():
+            self._compare()
+
+    def _compare(self) -> None:
+        own = [
+            Answers(line, self.lines[line], line in self._sums, found)
+            for line, found in self._found.items()
+        ]
+        every = [own]
         if self._group is not None:
-            found = torch.tensor([answer, not answer], dtype=torch.int32, device=self._device)
-            dist.all_reduce(found, dist.ReduceOp.MAX, group=self._group)
-            is_alike &= found.tolist() != [1, 1]
-        if is_alike:
-            return
-        if self.lines.get(line):
-            self._is_apart = True
-            self._warn_of_guard(line)
-        else:
+            every = messages.gather_all(own, list[Answers], self._group, self._device)
+        joined: dict[str, list[int]] = {}
+        sums: set[str] = set()
+        for line, is_guard, is_sum, found in itertools.chain(*every):
+            self.lines[line] = self.lines.get(line, True) and is_guard
+            pairs = itertools.zip_longest(joined.get(line, []), found, fillvalue=0)
+            joined[line] = [one | other for one, other in pairs]
+            sums |= {line} if is_sum else set()
+        for line, found in joined.items():
+            if line in sums:
+                text, hint = _sum_problem(line)
+                raise ModelError(text, hint=hint)
+            if _YES | _NO in found:
+                self._refuse(line)
+
+    def _refuse(self, line: str) -> None:
+        if not self.lines[line]:
             raise ModelError(
                 f"the model decides by values of a part of the batch, and parts differ{line}; one "
                 "process decides once for the whole batch",
                 hint=_HINT,
             )
-
-    def _warn_of_guard(self, line: str) -> None:
         if line not in self._warned:
             self._warned.add(line)
             warnings.warn(
@@ -216,18 +300,25 @@ class Decisions:
             )
 
     def _note_sum(self, line: str) -> None:
-        text = (
-            "the model decides by a sum over the samples of a part of the batch, which is another "
-            f"number for the whole batch{line}"
-        )
-        hint = f"{_HINT}; `{ROOT}: {{verify: first_step}}` compares the step with one process"
         if self._parts > 1:
-            raise ModelError(text, hint=hint)
-        warnings.warn(f"msrun: {text}: {hint}", stacklevel=2)
+            self._sums.add(line)
+        else:
+            text, hint = _sum_problem(line)
+            warnings.warn(f"msrun: {text}: {hint}", stacklevel=2)
+
+
+def _sum_problem(line: str) -> tuple[str, str]:
+    """Return what is wrong with a decision by a sum over samples, and a hint."""
+    problem = (
+        "the model decides by a sum over the samples of a part of the batch, which is another "
+        f"number for the whole batch{line}"
+    )
+    hint = f"{_HINT}; `{ROOT}: {{verify: first_step}}` compares the step with one process"
+    return problem, hint
 
 
 class DecisionWatch(TorchFunctionMode):
-    """While it is active, what known lines decide is compared.
+    """While it is active, what known lines decide is noted.
 
     Args:
         decisions: Those of the model.
@@ -253,12 +344,12 @@ class DecisionWatch(TorchFunctionMode):
         if is_answer and not is_in_backward():  # where a block computes again what it decided
             line = script_line()
             if line in self._decisions.lines:
-                self._decisions.compare(result, line)
+                self._decisions.note(result, line)
         return result
 
 
 class DecisionTrace(TorchFunctionMode):
-    """While it is active, in the first forward pass and loss, decisions are found and compared.
+    """While it is active, in the first forward pass and loss, decisions are found and noted.
 
     Args:
         decisions: Gets them.
@@ -313,13 +404,13 @@ class DecisionTrace(TorchFunctionMode):
         return result
 
     def _read(self, name: str, result: Any, dependences: Sequence[Dependence]) -> None:
-        """Compare an answer; say of a number that it is read."""
+        """Note an answer; say of a number that it is read."""
         if isinstance(result, bool) and name in _ANSWERS | _NUMBERS:
             line = script_line()
             is_sum = any(each.is_sum for each in dependences) and self._is_in_model
             is_guard = any(each.is_guard for each in dependences)
             self._decisions.lines[line] = self._decisions.lines.get(line, True) and is_guard
-            self._decisions.compare(result, line, is_sum=is_sum)
+            self._decisions.note(result, line, is_sum=is_sum)
         elif name in _NUMBERS and self._is_in_model:
             line = script_line()
             if line not in self._shown:

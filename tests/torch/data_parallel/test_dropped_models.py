@@ -37,6 +37,28 @@ def test_a_model_that_is_dropped_leaves_no_memory_and_no_group(config):
     assert run_warm(left_behind, 2, config) == [(False, 0)] * 2
 
 
+def dropped_alone(config):
+    """Return whether the weights of a model that is dropped are left beside its runtime."""
+    runtime = msrun.init(config)
+    network = runtime.shard(build("mlp"))
+    reference = weakref.ref(network)
+    update = runtime.optimizer(OPTIMIZERS["sgd"](network.parameters()))
+    x, y = batches("mlp")[0]
+    runtime.step(network, update, MODELS["mlp"][1], x, y)
+    MODELS["mlp"][1](network(x), y).backward()
+    update.step()
+    del network, update
+    gc.collect()
+    is_left = reference() is not None
+    runtime.close()
+    return is_left
+
+
+@pytest.mark.parametrize("level", [0, 1, 2, 3])
+def test_a_model_that_is_dropped_while_its_runtime_goes_on_is_freed(level):
+    assert run_warm(dropped_alone, 2, {"optimizer": {"zero": level}}) == [False] * 2
+
+
 def train_after_close():
     runtime = msrun.init()
     network = runtime.shard(build("mlp"))

@@ -1,5 +1,6 @@
 """Models that decide by values of their part of the batch: parts decide alike, or are refused."""
 
+import copy
 import warnings
 
 import pytest
@@ -328,3 +329,157 @@ def test_a_loss_may_be_shown():
             loss = functional.cross_entropy(x, target)
             assert loss.item() > 0
     assert not decisions.lines
+
+
+class Masked(nn.Module):
+    """Some ranks have padding, and alone come to a decision by values."""
+
+    def __init__(self, limit):
+        super().__init__()
+        self.embed, self.last = nn.Embedding(WORDS, WIDTH), nn.Linear(WIDTH, 5)
+        self.limit = limit
+
+    def forward(self, tokens):
+        mask = (tokens != 0).float()
+        h = self.embed(tokens)
+        if not mask.all():
+            h = h * mask[..., None]
+            if h.abs().max() > 1e6:
+                h = h.tanh()
+        if h.abs().max() > self.limit:
+            h = h * 0.5
+        return self.last(h.sum(1))
+
+
+def masked(config, limit, *, is_plain=False):
+    """Return losses of three steps, of which the last samples have padding, or what is refused."""
+    rt = msrun.init(config)
+    torch.manual_seed(0)
+    model = rt.shard(Masked(limit))
+    optimizer = rt.optimizer(torch.optim.SGD(model.parameters(), lr=0.1))
+    target = torch.arange(SAMPLES) % 5
+    tokens = torch.arange(SAMPLES * 4).view(SAMPLES, 4) % (WORDS - 1) + 1
+    tokens[SAMPLES // 2 :, 2:] = 0
+    share = rt.coordinate.get("dp", 0)
+    own = [part.chunk(rt.layout.axes.get("dp", 1))[share] for part in (tokens, target)]
+    losses = []
+    try:
+        for _ in range(3):
+            if is_plain:
+                losses.append(stepped(rt, model, optimizer, *own))
+            else:
+                losses.append(rt.step(model, optimizer, functional.cross_entropy, *own).item())
+    except ModelError as error:
+        losses.append(error.message)
+    rt.close()
+    return losses
+
+
+def masked_plainly(config, limit):
+    return masked(config, limit, is_plain=True)
+
+
+@pytest.mark.parametrize("config", CONFIGS.values(), ids=CONFIGS)
+def test_ranks_may_come_to_a_decision_that_others_pass_by(config):
+    alone = run_warm(masked, 1, {}, 1e6)[0]
+    for losses in run_warm(masked, RANKS, config, 1e6):
+        assert losses == pytest.approx(alone, rel=1e-6)
+    for losses in run_warm(masked, RANKS, config, -1):
+        assert len(losses) == 3
+
+
+@pytest.mark.parametrize("config", PLAIN.values(), ids=PLAIN)
+def test_ranks_of_a_plain_loop_may_pass_a_decision_by(config):
+    alone = run_warm(masked, 1, {}, 1e6)[0]
+    for losses in run_warm(masked_plainly, RANKS, config, 1e6):
+        assert losses == pytest.approx(alone, rel=1e-6)
+
+
+def test_micro_batches_may_come_to_a_decision_that_others_pass_by():
+    alone = run_warm(masked, 1, {}, -1)[0]
+    losses = run_warm(masked, 1, {"accumulate": 2}, -1)[0]
+    assert losses == pytest.approx(alone, rel=1e-6)
+
+
+class Chosen(nn.Module):
+    """The values of a part decide which module runs."""
+
+    def __init__(self):
+        super().__init__()
+        self.first, self.last = nn.Linear(WIDTH, WIDTH), nn.Linear(WIDTH, 5)
+        self.extra = nn.Sequential(nn.Linear(WIDTH, 3), nn.Linear(3, WIDTH))
+
+    def forward(self, x):
+        h = self.first(x)
+        if h.abs().max() > 2:
+            h = self.extra(h)
+        return self.last(h)
+
+
+def chosen(config, outlier_from, is_plain):
+    """Return the losses, and what is refused."""
+    rt = msrun.init(config)
+    torch.manual_seed(0)
+    model = rt.shard(Chosen())
+    optimizer = rt.optimizer(torch.optim.SGD(model.parameters(), lr=0.1))
+    losses = []
+    try:
+        for step in range(4):
+            x, target = batch(outlier=step >= outlier_from)
+            own = [part.chunk(RANKS)[rt.coordinate["dp"]] for part in (x, target)]
+            if is_plain:
+                losses.append(stepped(rt, model, optimizer, *own))
+            else:
+                losses.append(rt.step(model, optimizer, functional.cross_entropy, *own).item())
+    except ModelError as error:
+        losses.append(error.message)
+    rt.close()
+    return losses
+
+
+@pytest.mark.parametrize("is_plain", [False, True], ids=["step", "plain"])
+@pytest.mark.parametrize("outlier_from", [0, 2])
+@pytest.mark.parametrize("level", [1, 3])
+def test_ranks_that_would_gather_other_modules_compare_before_they_do(
+    level, outlier_from, is_plain
+):
+    options = {"zero": level, "modules": ["first", "extra.*", "last"]}
+    for found in run_warm(chosen, RANKS, {"optimizer": options}, outlier_from, is_plain):
+        assert len(found) == outlier_from + 1
+        assert found[-1].startswith(SENTENCE)
+
+
+def until_small(h):
+    while h.abs().max() > 0.5:
+        h = h * 0.5
+    return h
+
+
+def test_loops_that_end_at_other_times_are_refused():
+    for losses, said, is_same in run_warm(trained, RANKS, {}, until_small):
+        assert (losses, is_same) == ([], True)
+        assert [text.startswith(SENTENCE) for text in said] == [True]
+
+
+def called_alone(between):
+    """Return losses of a loop in which rank 0 trains a copy of the model, too."""
+    rt = msrun.init({})
+    torch.manual_seed(0)
+    model = rt.shard(Network(between))
+    optimizer = rt.optimizer(torch.optim.SGD(model.parameters(), lr=0.1))
+    copied = copy.deepcopy(model)
+    x, target = batch()
+    own = [part.chunk(RANKS)[rt.rank] for part in (x, target)]
+    losses = []
+    for _ in range(3):
+        if rt.rank == 0:
+            copied(x)
+        losses.append(stepped(rt, model, optimizer, *own))
+    rt.close()
+    return losses
+
+
+def test_a_copy_of_a_model_may_be_called_on_one_rank():
+    alone = run_warm(trained, 1, {}, of_numbers, 3)[0]
+    for losses in run_warm(called_alone, RANKS, of_numbers):
+        assert losses == pytest.approx(alone[0], rel=1e-6)

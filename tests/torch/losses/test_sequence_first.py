@@ -28,6 +28,34 @@ class Cells(nn.Module):
         return self.attention(x, x, x, need_weights=False)
 
 
+class NamedCells(Cells):
+    """Gets its tokens by name."""
+
+    def forward(self, x):
+        return self.attention(query=x, key=x, value=x, need_weights=False)
+
+
+class SearchingCells(Cells):
+    """Asks for tokens with a weight, and computes with what it finds."""
+
+    def __init__(self):
+        super().__init__()
+        self.query = nn.Parameter(torch.ones(1, 1, WIDTH))
+
+    def forward(self, x):
+        found, _ = self.attention(self.query.expand(1, x.shape[1], -1), x, x, need_weights=False)
+        return x + found, None
+
+
+class NamedLSTM(nn.Module):
+    def __init__(self):
+        super().__init__()
+        self.cells = nn.LSTM(WIDTH, WIDTH)
+
+    def forward(self, x):
+        return self.cells(input=x)
+
+
 class LanguageModel(nn.Module):
     """Takes (tokens, samples), or (samples, tokens) and turns them."""
 
@@ -50,6 +78,9 @@ CELLS = {
     "RNN": lambda: nn.RNN(WIDTH, WIDTH),
     "LSTM": lambda: nn.LSTM(WIDTH, WIDTH),
     "MultiheadAttention": Cells,
+    "named LSTM": NamedLSTM,
+    "named MultiheadAttention": NamedCells,
+    "searching MultiheadAttention": SearchingCells,
 }
 
 
@@ -102,7 +133,8 @@ CUT = {"accumulate": (1, {"accumulate": 2}), "dp": (2, {"accumulate": 2}), "pp":
 @pytest.mark.parametrize("cells", CELLS)
 def test_layers_whose_sequence_micro_batches_cut_are_refused(cells, ranks, config):
     assert run(ranks, config, cells) == (
-        f"{cells} has sequences in dim 0 of its input (batch_first=False), which micro-batches cut"
+        f"{cells.split()[-1]} has sequences in dim 0 of its input (batch_first=False), which "
+        "micro-batches cut"
     )
 
 
