@@ -284,6 +284,30 @@ def test_other_calls_of_the_model_and_of_copies_change_nothing():
     assert run_warm(_step, 2, {"verify": 1}, LINEAR, evaluated) == [("", [], 1)] * 2
 
 
+@pytest.mark.parametrize("config", CONFIG_OF)
+def test_a_step_with_zeros_is_none(config):
+    """A script takes it before the first, to have the state of the optimizer."""
+    assert run_warm(_step_after_zeros, 2, CONFIG_OF[config]) == [(0, [], 1)] * 2
+
+
+def _step_after_zeros(config):
+    """Return what a step with zeros verified and said, and what the next one verified."""
+    runtime = msrun.init(config)
+    torch.manual_seed(0)
+    model = runtime.shard(nn.Linear(16, 10))
+    update = runtime.optimizer(torch.optim.SGD(model.parameters(), lr=0.1))
+    verifier = runtime.sharded(model).verifier
+    for param in model.parameters():
+        param.grad = torch.zeros_like(param)
+    with warnings.catch_warnings(record=True) as caught:
+        warnings.simplefilter("always")
+        update.step()
+        before = verifier.verified
+        plain(runtime, model, *(t.chunk(2)[runtime.rank] for t in batches("mlp")[0]))
+        update.step()
+    return before, not_verified(caught), verifier.verified
+
+
 @pytest.mark.parametrize(
     ("make", "form", "reason"),
     [
@@ -359,6 +383,24 @@ def _two_models():
 
 def test_each_of_two_models_is_verified():
     assert run_warm(_two_models, 2) == [[1, 1]] * 2
+
+
+def _waits():
+    """Return for which models a script of `msrun verify` waits once the first has stepped."""
+    runtime = msrun.init({"verify": 1})
+    torch.manual_seed(0)
+    teacher = runtime.shard(nn.Linear(16, 16).requires_grad_(requires_grad=False))
+    makes, judges = runtime.shard(nn.Linear(16, 16)), runtime.shard(nn.Linear(16, 1))
+    update = runtime.optimizer(torch.optim.SGD(makes.parameters(), lr=0.1))
+    runtime.optimizer(torch.optim.SGD(judges.parameters(), lr=0.1))
+    judges.requires_grad_(requires_grad=False)
+    judges(makes(torch.randn(4, 16))).sum().backward()
+    update.step()
+    return [not runtime.sharded(model).verifier.is_over for model in (teacher, makes, judges)]
+
+
+def test_a_judge_that_is_frozen_meanwhile_is_waited_for():
+    assert run_warm(_waits, 2) == [[False, False, True]] * 2
 
 
 def _outcome(verify):
