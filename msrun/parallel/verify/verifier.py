@@ -66,6 +66,7 @@ from msrun.parallel.verify.put_back import put_back
 from msrun.parallel.verify.randomness import without_dropout
 from msrun.parallel.verify.reference import CannotRunError, Reference
 from msrun.parallel.verify.replicas import between_replicas, with_replicas
+from msrun.parallel.verify.script_changes import OfStage, ScriptChanges
 from msrun.parallel.verify.verified_step import VerifiedStep
 
 _NAMES_SHOWN = 3
@@ -112,6 +113,7 @@ class Verifier:
             self._reference = copied
         self._steps = 0
         self._sharded: Callable[[], ShardedModel | None] = lambda: None
+        self._changes: ScriptChanges | None = None
         self._observer: LoopObserver | None = None
         self._is_in_step = False
         self._has_optimizer = False
@@ -168,6 +170,7 @@ class Verifier:
     def observe(self, sharded: ShardedModel) -> None:
         """Observe the calls of a model by the script, for steps of a plain loop."""
         self._sharded = weakref.ref(sharded)
+        self._changes = ScriptChanges(sharded.model())
         if not sharded.is_pipeline:
             self._observer = LoopObserver(sharded.model(), self._context.device)
 
@@ -272,9 +275,12 @@ class Verifier:
         """Compute the step in one process on rank 0; return its batch and how to compare."""
         reference, problem = self._reference, ""
         model = step.sharded.model()
+        of_others, changes = OfStage(), self._changes
+        if step.sharded.is_pipeline and changes:
+            of_others = changes.of_other_stages(self._context, model)
         try:
-            if reference:
-                reference.prepare(step.sharded, self._context.device)
+            if reference and changes:
+                reference.prepare(step.sharded, changes, of_others, self._context.device)
         except (CannotRunError, RuntimeError) as error:
             problem = str(error).partition("\n")[0]
         take = reference.take if reference and not problem else _drop
