@@ -29,8 +29,8 @@ _NOTES = """
   models of no family. Only LSTM and DLRM have rules that were written for them.
 - Optimizers are AdamW, and SGD where gradients are sparse. Losses are computed from the outputs,
   and targets of texts hold padding of -100. Decoders have `use_cache=False`. The rows with
-  `labels`, SpeechT5, LLaVA and PatchTST return the loss that transformers computes. Those with
-  `labels` have their default cache, and a mask where they read texts.
+  `labels` or prefixes, SpeechT5, LLaVA and PatchTST return the loss that transformers computes.
+  Those with `labels` or prefixes have their default cache, and a mask where they read texts.
 - Cells were run on 23 November 2026 with torch 2.13, transformers 5.23, timm 1.0, diffusers 0.42
   and peft 0.21. On that day and the next `scripts/verify_models.py` trained 449 cells under
   `verify: first_step`: all 216 of `zoo_strangers.py`, and 233 of the other 651, with each model and

@@ -486,7 +486,7 @@ class Runtime:
         if self._verify_report:
             from msrun.parallel.verify.report import end_if_verified
 
-            end_if_verified(self._verify_report, self._verifiers, self.rank)
+            end_if_verified(self._verify_report, self._verifiers, self.context)
 
     @functools.cached_property
     def checkpoints(self) -> Checkpoints:
@@ -773,9 +773,11 @@ class Runtime:
         if self._remote:
             self._remote.close()
         if self.config.verify and self.is_main:
-            from msrun.parallel.verify.report import warn_of_nothing
+            from msrun.parallel.verify.report import warn_of_nothing, write_report
 
             warn_of_nothing(self._verifiers)
+            if self._verify_report:
+                write_report(self._verify_report, self._verifiers)
         if self._owns_group and dist.is_initialized():
             dist.destroy_process_group()
         self._owns_group = False

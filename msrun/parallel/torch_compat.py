@@ -16,13 +16,14 @@ from contextlib import AbstractContextManager, contextmanager, nullcontext, redi
 from functools import partial, wraps
 from pathlib import Path
 from types import CodeType, FrameType
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, NamedTuple
 
 import torch
 import torch.distributed as dist
 from torch import Tensor, UntypedStorage, nn
 from torch.autograd.variable import Variable
 from torch.utils import checkpoint
+from torch.utils.hooks import RemovableHandle
 
 if TYPE_CHECKING:
     from torch.distributed.device_mesh import DeviceMesh
@@ -1508,6 +1509,62 @@ def count_hooks(module: nn.Module) -> int:
         + len(module._backward_pre_hooks)  # noqa: SLF001
         + len(module._backward_hooks)  # noqa: SLF001
     )
+
+
+class ModuleHook(NamedTuple):
+    """A hook of a module.
+
+    Args:
+        kind: Of `forward_pre`, `forward`, `backward_pre`, `backward`.
+        function: What is called.
+        options: Of the method that registers it.
+    """
+
+    kind: str
+    function: Callable[..., Any]
+    options: dict[str, bool]
+
+    @property
+    def is_of_script(self) -> bool:
+        """Whether neither torch nor msrun registered it."""
+        function: Any = self.function
+        while isinstance(function, partial):
+            function = function.func
+        module = getattr(function, "__module__", None) or ""
+        return not f"{module}.".startswith(("msrun.", "torch."))
+
+    def register(self, module: nn.Module) -> RemovableHandle:
+        """Register the same hook on another module."""
+        name = self.kind if "forward" in self.kind else f"full_{self.kind}"
+        handle: RemovableHandle = getattr(module, f"register_{name}_hook")(
+            self.function, **self.options
+        )
+        return handle
+
+
+def registered_hooks(module: nn.Module) -> dict[int, ModuleHook]:
+    """Return the hooks of a module by numbers, which copies of the module keep."""
+    found: dict[int, ModuleHook] = {}
+    for kind, hooks in _hook_tables(module).items():
+        for key, function in hooks.items():
+            options = {}
+            if "forward" in kind:
+                options["with_kwargs"] = key in getattr(module, f"_{kind}_hooks_with_kwargs")
+            if kind == "forward":
+                options["always_call"] = key in module._forward_hooks_always_called  # noqa: SLF001
+            found[key] = ModuleHook(kind, function, options)
+    return found
+
+
+def forget_hook(module: nn.Module, key: int) -> None:
+    """Remove a hook of `registered_hooks`, if the module has it."""
+    for hooks in _hook_tables(module).values():
+        hooks.pop(key, None)
+
+
+def _hook_tables(module: nn.Module) -> dict[str, dict[int, Any]]:
+    kinds = ("forward_pre", "forward", "backward_pre", "backward")
+    return {kind: getattr(module, f"_{kind}_hooks") for kind in kinds}
 
 
 def function_of(step: Any) -> type | None:

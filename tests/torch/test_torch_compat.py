@@ -45,6 +45,7 @@ from msrun.parallel.torch_compat import (
     drop_gathered_gradients,
     eagerly,
     empty_wrapper,
+    forget_hook,
     functional_collective,
     gathered_with_gradient,
     gradient_hook_numbers,
@@ -81,6 +82,7 @@ from msrun.parallel.torch_compat import (
     parts_with_parameters,
     passes_straight,
     reduce_sharded,
+    registered_hooks,
     replace_element_methods,
     replace_list_functions,
     replace_tensors,
@@ -879,6 +881,32 @@ def test_forward_hooks_are_left_out_and_come_back():
     net.register_forward_pre_hook(lambda *_: None)
     net.register_full_backward_hook(lambda *_: None)
     assert hooks_of(net) == {"forward", "forward_pre", "backward"}
+
+
+def test_hooks_of_a_module_are_registered_on_its_copy():
+    net, calls = nn.Linear(2, 2), []
+    first = net.register_forward_hook(lambda *_: calls.append("first"))
+    other = copy.deepcopy(net)
+    first.remove()
+    net.register_forward_pre_hook(lambda *_: calls.append("before"))
+    net.register_forward_hook(lambda *args: calls.append(len(args)), with_kwargs=True)
+    net.register_full_backward_pre_hook(lambda *_: calls.append("backward"))
+    net.register_full_backward_hook(partial(lambda *_: calls.append("after")))
+    for key in registered_hooks(other):
+        forget_hook(other, key)
+    for hook in registered_hooks(net).values():
+        assert hook.is_of_script
+        hook.register(other)
+    other(torch.ones(1, 2, requires_grad=True)).sum().backward()
+    assert calls == ["before", 4, "backward", "after"]
+
+
+def test_hooks_of_torch_and_msrun_are_not_of_the_script():
+    net = nn.Linear(2, 2)
+    net.register_forward_hook(partial(has_own_call))
+    net.register_forward_hook(torch.utils.hooks.unserializable_hook)
+    net.register_forward_hook(partial(lambda *_: None))
+    assert [hook.is_of_script for hook in registered_hooks(net).values()] == [False, False, True]
 
 
 def test_compiled_functions_run_eagerly():

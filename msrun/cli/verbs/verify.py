@@ -53,7 +53,7 @@ def verify(args: Sequence[str], system: System) -> int:
             ) from None
         is_equal, _, sentence = text.partition("\n")
         if is_equal != "equal":
-            raise UsageError(f"nothing was verified: {sentence}")
+            raise UsageError(sentence)
         say(f"verified: {sentence}")
         return 0
 

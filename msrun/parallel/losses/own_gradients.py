@@ -7,9 +7,9 @@ gradient: in a part of the batch that of the whole batch.  Others have no counte
 - that by weights, or by a value that all samples share: it adds up the samples of the part.
 
 So of a tensor it is known whether it has a row for each row of the batch: it is of the batch, or
-was computed from such a tensor, is as long and reduces no rows.  What is not known to be over
-samples is left alone: a script may take the gradient of one sample by weights, as meta-learning
-does.
+was computed from such a tensor, is as long and reduces no rows; or it is a stack of what was
+computed from single rows.  What is not known to be over samples is left alone: a script may take
+the gradient of one sample by weights, as meta-learning does.
 """
 
 from __future__ import annotations
@@ -28,6 +28,10 @@ from msrun.parallel.losses.torch_losses import LOSSES
 # Attributes of tensors with a row for each row of the batch, and of what torch's losses of them
 # gave: the number of the watch.
 _HAS_ROWS, _OF_LOSS = "msrun_has_rows", "msrun_of_loss"
+_OF_ROW = "msrun_of_row"  # of what was computed from single rows
+_REDUCING = ("mean", "sum", "norm")
+_TAKING = ("__getitem__", "select", "unbind")
+_JOINING = ("cat", "concat", "concatenate", "hstack", "column_stack", "stack")
 _LOSSES = frozenset(func.__name__ for func in LOSSES)
 _SHARED = "return (sum, count) of the terms of the loss; or leave the term out of the loss"
 _MEAN = "take the gradient of a sum over samples: torch.autograd.grad(output.sum(), x, ...)"
@@ -50,6 +54,7 @@ class BatchRows:
         self._number = number
         self._terms: set[int] = set()
         self._has_losses = False
+        self._rows_taken = 0
         for tensor in batch:
             self._mark(tensor)
 
@@ -59,20 +64,42 @@ class BatchRows:
         """Note which results of a function have rows, or come from a loss of rows."""
         if self._has_losses and any(map(self._is_of_loss, args)):
             self._note_loss(result)
+        if name in _JOINING and args and isinstance(args[0], tuple | list):
+            is_first = not kwargs.get("dim", args[1] if len(args) > 1 else 0)
+            self._join(args[0], result, is_of_new_dim=name == "stack" and is_first)
+            return
+        if self._rows_taken and any(map(self._is_of_row, args)):
+            self._note_row(result)
         # Every function of a model that returns its loss passes here: this is hot.
         for given in args:
             if getattr(given, _HAS_ROWS, None) == self._number:
                 break
         else:
             return
-        rows = given.shape[0]
-        if name in _LOSSES:  # not each leaves a term
+        self._follow_rows(name, args, kwargs, result, given.shape[0])
+
+    def _follow_rows(
+        self, name: str, args: Sequence[Any], kwargs: Mapping[str, Any], result: Any, rows: int
+    ) -> None:
+        """Note what has rows of the result of a function that got `rows`."""
+        if name in _LOSSES or (name in _REDUCING and not result.dim()):  # not each leaves a term
             self._note_loss(result)
         if name in COLUMN_FUNCTIONS and columns(name, args, kwargs, rows):
             return
         for tensor in result if isinstance(result, tuple | list) else (result,):
             if isinstance(tensor, Tensor) and tensor.shape[:1] == (rows,):
                 setattr(tensor, _HAS_ROWS, self._number)
+        if name in _TAKING:
+            self._rows_taken = rows
+            self._note_row(result)
+
+    def _join(self, parts: Sequence[Any], result: Any, *, is_of_new_dim: bool) -> None:
+        """Note whether `result`, which `parts` make, has rows: theirs, or one of each."""
+        rows = next((len(part) for part in parts if self.has(part)), 0)
+        if is_of_new_dim:
+            rows = self._rows_taken if all(map(self._is_of_row, parts)) else 0
+        if rows and result.shape[:1] == (rows,):
+            setattr(result, _HAS_ROWS, self._number)
 
     def note_terms(self, args: Sequence[Any], sources: frozenset[int], terms: range) -> None:
         """Note new `terms`, which a function of `args` left; `sources` are those of `args`."""
@@ -87,6 +114,14 @@ class BatchRows:
         if isinstance(result, Tensor):
             setattr(result, _OF_LOSS, self._number)
             self._has_losses = True
+
+    def _note_row(self, result: Any) -> None:
+        for tensor in result if isinstance(result, tuple | list) else (result,):
+            if isinstance(tensor, Tensor) and not self.has(tensor):
+                setattr(tensor, _OF_ROW, self._number)
+
+    def _is_of_row(self, value: Any) -> bool:
+        return getattr(value, _OF_ROW, None) == self._number
 
     def _is_of_loss(self, value: Any) -> bool:
         return getattr(value, _OF_LOSS, None) == self._number

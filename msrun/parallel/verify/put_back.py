@@ -15,7 +15,12 @@ from msrun.parallel.verify.randomness import GeneratorStates
 def put_back(model: nn.Module, device: torch.device) -> Iterator[None]:
     """Leave buffers, gradients, random generators and plain attributes as they are now."""
     state = GeneratorStates(device)
-    buffers = [(buffer, buffer.detach().clone()) for buffer in model.buffers()]
+    # By holder and name: a forward may bind another tensor to the name of a buffer.
+    buffers = [
+        (module, key, buffer, buffer.detach().clone())
+        for module in model.modules()
+        for key, buffer in module.named_buffers(recurse=False, remove_duplicate=False)
+    ]
     kept = [(param, _cloned(param.grad)) for param in model.parameters()]
     plain = [
         (module, key, value)
@@ -27,8 +32,10 @@ def put_back(model: nn.Module, device: torch.device) -> Iterator[None]:
         yield
     finally:
         with torch.no_grad():
-            for buffer, value in buffers:
+            for module, key, buffer, value in buffers:
                 buffer.copy_(value)
+                if getattr(module, key) is not buffer:
+                    setattr(module, key, buffer)
         for param, gradient in kept:
             param.grad = gradient
         for module, key, value in plain:

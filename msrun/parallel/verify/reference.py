@@ -25,8 +25,8 @@ from msrun.parallel.data_parallel.parameter_hooks import of_script
 from msrun.parallel.losses.batch import StepBatch, map_leaves, own_loss
 from msrun.parallel.sharded_model import ShardedModel
 from msrun.parallel.verify.randomness import GeneratorStates
+from msrun.parallel.verify.script_changes import PLAIN, OfStage, ScriptChanges
 
-_PLAIN = (bool, int, float, str, type(None))
 _LETTERS = 200
 
 
@@ -73,8 +73,24 @@ class Reference:
             raise CannotRunError(self.problem)
         return self._copy
 
-    def prepare(self, sharded: ShardedModel, device: torch.device) -> None:
-        """Take everything but tensors from the sharded model, and give all tensors memory."""
+    def prepare(
+        self,
+        sharded: ShardedModel,
+        changes: ScriptChanges,
+        of_others: OfStage,
+        device: torch.device,
+    ) -> None:
+        """Take everything but tensors from the sharded model, and give all tensors memory.
+
+        Args:
+            sharded: The model.
+            changes: Of the script since `rt.shard`.
+            of_others: Those in other stages.
+            device: Of this rank.
+
+        Raises:
+            CannotRunError: Other stages have what the copy needs.
+        """
         model = self.model
         give_memory(model, device)
         model.to(device)
@@ -82,6 +98,14 @@ class Reference:
         if sharded.is_pipeline:
             model.train(model.training)
         take_attributes(model, sharded.model())
+        changes.hand_on(sharded.model(), model)
+        if of_others.hooked:
+            raise CannotRunError(
+                f"the script changed the hooks of {of_others.hooked[0]} after rt.shard, and rank 0 "
+                "has another stage (register them before rt.shard)"
+            )
+        for name, module in model.named_modules():
+            vars(module).update(of_others.values.get(name, {}))
         params = dict(model.named_parameters())
         for name, param in sharded.model().named_parameters():
             if name in params:
@@ -197,7 +221,7 @@ def take_attributes(model: nn.Module, source: nn.Module) -> None:
     for name, module in source.named_modules():
         values = vars(own[name]) if name in own else {}
         for key, value in vars(module).items():
-            if not key.startswith("_") and key in values and type(value) in _PLAIN:
+            if not key.startswith("_") and key in values and type(value) in PLAIN:
                 setattr(own[name], key, value)
 
 

@@ -39,7 +39,7 @@ from torch.nn import Parameter
 from msrun.errors import ModelError
 from msrun.parallel.config import DATA_AXIS, PIPELINE_AXIS, ROOT, ParallelConfig
 from msrun.parallel.foreach.step_hooks import before_step
-from msrun.parallel.local import local_gradient
+from msrun.parallel.local import local_gradient, local_part
 from msrun.parallel.losses.batch import StepBatch, split_batch
 from msrun.parallel.rank_context import RankContext
 from msrun.parallel.sharded_model import ShardedModel
@@ -53,6 +53,7 @@ from msrun.parallel.verify.comparison import (
 )
 from msrun.parallel.verify.gather import (
     NotOneBatchError,
+    any_rank,
     complete_flags,
     to_first_rank,
     whole_batch,
@@ -65,6 +66,7 @@ from msrun.parallel.verify.put_back import put_back
 from msrun.parallel.verify.randomness import without_dropout
 from msrun.parallel.verify.reference import CannotRunError, Reference
 from msrun.parallel.verify.replicas import between_replicas, with_replicas
+from msrun.parallel.verify.script_changes import OfStage, ScriptChanges
 from msrun.parallel.verify.verified_step import VerifiedStep
 
 _NAMES_SHOWN = 3
@@ -111,8 +113,10 @@ class Verifier:
             self._reference = copied
         self._steps = 0
         self._sharded: Callable[[], ShardedModel | None] = lambda: None
+        self._changes: ScriptChanges | None = None
         self._observer: LoopObserver | None = None
         self._is_in_step = False
+        self._has_optimizer = False
         self._wanted = int(config.verified.steps)
         self.verified = 0
         self.outcome = ""
@@ -122,6 +126,18 @@ class Verifier:
     def is_done(self) -> bool:
         """Whether no step is verified any more."""
         return self._steps >= self._wanted
+
+    @property
+    def is_over(self) -> bool:
+        """Whether none will be verified any more: also of a frozen model without an optimizer.
+
+        One with an optimizer may be thawed, as the judge of a generator.  Ranks may differ: a stage
+        of a pipeline may be frozen.
+        """
+        sharded = self._sharded()
+        params = sharded.parameters() if sharded else []
+        is_frozen = not any(param.requires_grad for param in params)
+        return self.is_done or (is_frozen and not self._has_optimizer)
 
     def run(self, step: VerifiedStep) -> Tensor:
         """Return the loss of `step`, whose gradients are there then.
@@ -154,11 +170,14 @@ class Verifier:
     def observe(self, sharded: ShardedModel) -> None:
         """Observe the calls of a model by the script, for steps of a plain loop."""
         self._sharded = weakref.ref(sharded)
+        self._changes = ScriptChanges(sharded.model())
         if not sharded.is_pipeline:
             self._observer = LoopObserver(sharded.model(), self._context.device)
 
     def watch(self, optimizer: torch.optim.Optimizer) -> None:
         """Verify also steps of `optimizer` that the script takes without `rt.step`."""
+        sharded = self._sharded()
+        self._has_optimizer |= sharded is not None and sharded.holds(optimizer)
         before_step(optimizer, lambda: self._before_step(optimizer))
 
     def _before_step(self, optimizer: torch.optim.Optimizer) -> None:
@@ -180,8 +199,7 @@ class Verifier:
         with self._unobserved():
             step = loop_step(self._context, sharded, optimizer, call)
             if step is None:
-                if not self.verified and not self.has_told:
-                    self._warn(_NO_CALL)
+                self._count_unobserved(sharded)
                 return
             self._steps += 1
             if self._layers:
@@ -198,6 +216,19 @@ class Verifier:
                         stack.enter_context(without_dropout(sharded.model()))
                     self._compare(step, step.compute(), whole, plan)
         self._end()
+
+    def _count_unobserved(self, sharded: ShardedModel) -> None:
+        """Count a step of which no call was observed, if it trained; all ranks call it.
+
+        Scripts also step without gradients, or with zeros, to have the state of an optimizer.
+        """
+        gradients = [param.grad for param in sharded.parameters() if param.grad is not None]
+        trains = any(bool(local_part(gradient).any()) for gradient in gradients)
+        if any_rank(self._context, flag=trains):
+            self._steps += 1
+            if not self.verified and not self.has_told:
+                self._warn(_NO_CALL)
+            self._end()
 
     def _compare_layers(self, layers: LayerVerifier, step: VerifiedStep, *, trains: bool) -> Tensor:
         """Compare sampled layers in a step; return its loss.
@@ -244,9 +275,12 @@ class Verifier:
         """Compute the step in one process on rank 0; return its batch and how to compare."""
         reference, problem = self._reference, ""
         model = step.sharded.model()
+        of_others, changes = OfStage(), self._changes
+        if step.sharded.is_pipeline and changes:
+            of_others = changes.of_other_stages(self._context, model)
         try:
-            if reference:
-                reference.prepare(step.sharded, self._context.device)
+            if reference and changes:
+                reference.prepare(step.sharded, changes, of_others, self._context.device)
         except (CannotRunError, RuntimeError) as error:
             problem = str(error).partition("\n")[0]
         take = reference.take if reference and not problem else _drop

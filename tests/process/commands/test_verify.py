@@ -16,8 +16,10 @@ def by_hand(output, target):
     losses = functional.cross_entropy(output, target, reduction="none")
     return torch.dot(losses, target.float()) / target.sum().item()
 
-rt = msrun.init()
+rt = msrun.init({"verify": 3} if sys.argv[1] == "three steps" else None)
 torch.manual_seed(0)
+if sys.argv[1] == "frozen teacher":
+    teacher = rt.shard(nn.Linear(16, 10).requires_grad_(False))
 model = rt.shard(nn.Linear(16, 10))
 optimizer = rt.optimizer(torch.optim.SGD(model.parameters(), lr=0.1))
 torch.manual_seed(rt.rank)
@@ -28,8 +30,16 @@ for _ in range(2):
         optimizer.step()
     elif sys.argv[1] == "none":
         model(x)
+    elif sys.argv[1] == "compiled":
+        functional.cross_entropy(torch.compile(model, backend="eager")(x), y).backward()
+        optimizer.step()
+    elif sys.argv[1] == "lengths":
+        x = torch.randn(4, 2 + rt.rank, 16)
+        rt.step(model, optimizer, functional.mse_loss, x, torch.zeros(4, 2 + rt.rank, 10))
+    elif sys.argv[1] == "frozen teacher":
+        rt.step(model, optimizer, functional.mse_loss, x, teacher(x).detach())
     else:
-        loss_fn = functional.cross_entropy if sys.argv[1] == "right" else by_hand
+        loss_fn = functional.cross_entropy if sys.argv[1] != "wrong" else by_hand
         rt.step(model, optimizer, loss_fn, x, y)
 print("trained on")
 """
@@ -41,6 +51,10 @@ print("trained on")
         ("right", 0, "verified: step 1 equals one process: loss "),
         ("wrong", 1, "likely cause: the loss of the batch is not the mean of the losses"),
         ("plain", 0, "verified: step 1 equals one process: outputs of one call of the model"),
+        ("compiled", 2, "error: nothing was verified: the optimizer stepped, and backward reached"),
+        ("lengths", 2, "error: nothing was verified in step 1: a tensor of shape (4, 2, 16) on"),
+        ("frozen teacher", 0, "verified: step 1 equals one process: loss "),
+        ("three steps", 0, "verified: step 2 equals one process: loss "),
         ("none", 2, "error: nothing was verified: the script ended without a training step"),
     ],
 )
@@ -50,7 +64,7 @@ def test_the_exit_code_is_the_answer(msrun, tmp_path, how, code, said):
 
     assert job.wait() == code
     assert said in job.out + job.err
-    assert ("trained on" in job.out) == (how == "none")
+    assert ("trained on" in job.out) == (how in ("none", "three steps"))
 
 
 def test_several_nodes_are_refused(msrun, tmp_path):

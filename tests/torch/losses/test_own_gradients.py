@@ -141,7 +141,43 @@ def of_losses(model, x):
     return slope(losses.sum(), x).square().mean()
 
 
+def each_loss(model, x):
+    targets = torch.full((len(x), CLASSES), 1 / CLASSES, dtype=x.dtype)
+    return functional.kl_div(model.head(x).log_softmax(1), targets, reduction="none").sum(1)
+
+
+def of_picked_losses(model, x):
+    x = leaf(x)
+    losses = each_loss(model, x)
+    picked = [losses[index] for index in range(len(losses))]
+    return slope(torch.stack(picked).mean(), x).square().sum()
+
+
+def of_picked_sum(model, x):
+    x = leaf(x)
+    return slope(torch.stack(list(each_loss(model, x))).sum(), x).square().sum(1).mean()
+
+
+def by_each_row_and_weights(model, x):
+    losses = [model.head(row).square().mean() for row in x]
+    return slope(torch.stack(losses).mean(), model.first.weight).square().sum()
+
+
+def of_joined(model, x):
+    """By a mean of what two parts of each sample make."""
+    x = leaf(x)
+    joined = torch.cat([x[:, :2], 2 * x[:, 2:]], dim=1)
+    return slope(model.head(joined).square().mean(), x).square().sum()
+
+
+def by_stacked_and_weights(model, x):
+    output = model.head(x)
+    both = torch.stack([output, 2 * output], dim=1)
+    return slope(both.square().mean(), model.first.weight).square().sum()
+
+
 RIGHT = [of_sum, of_norm, of_rows, of_hidden, of_stack, added, signed, one_sample, of_losses]
+RIGHT += [of_picked_sum]
 WRONG = {
     of_mean: MEAN,
     of_cross_entropy: MEAN,
@@ -152,6 +188,10 @@ WRONG = {
     of_batch_mean: MEAN,
     by_batch_mean_and_weights: SHARED,
     by_margins_and_weights: SHARED,
+    of_picked_losses: MEAN,
+    by_each_row_and_weights: SHARED,
+    of_joined: MEAN,
+    by_stacked_and_weights: SHARED,
 }
 
 

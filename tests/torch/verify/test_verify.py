@@ -235,6 +235,87 @@ def test_what_one_process_does_not_compute_is_refused(config, message):
         parse_config(config)
 
 
+class Scaled(nn.Sequential):
+    """Multiplies its output by a number that a script may set."""
+
+    def __init__(self):
+        super().__init__(nn.Linear(16, 8), nn.Linear(8, 10))
+        self[1].scale = 1.0
+        self.handle = self[1].register_forward_hook(lambda layer, _, output: output * layer.scale)
+
+
+def halve(*args):
+    return args[-1] * 0.5
+
+
+def halve_inputs(module, args, kwargs):  # noqa: ARG001 - a hook with names
+    return (args[0] * 0.5,), kwargs
+
+
+def of_modules(model):
+    """Have hooks of all kinds on the last layer, as far as this stage has it, and remove one."""
+    layer = dict(model.named_modules()).get("1")
+    if layer is not None:
+        layer.register_forward_hook(halve)
+        layer.register_forward_pre_hook(halve_inputs, with_kwargs=True)
+        layer.register_full_backward_hook(lambda *args: (args[1][0] * 0.5,))
+        layer.register_forward_hook(halve).remove()
+
+
+def of_gradients(model):
+    weight = dict(model.named_parameters()).get("1.weight")
+    if weight is not None:
+        weight.register_hook(halve)
+
+
+def of_attributes(model):
+    layer = dict(model.named_modules()).get("1")
+    if layer is not None:
+        layer.scale = 0.5
+
+
+def removed(model):
+    model.handle.remove()
+    model[1].scale = 3.0
+
+
+def _changed(config, change):
+    """Train three steps of a model that the script changes after `rt.shard` and the first step."""
+    runtime = msrun.init({"verify": 3} | config)
+    torch.manual_seed(0)
+    model = runtime.shard(Scaled())
+    update = runtime.optimizer(torch.optim.SGD(model.parameters(), lr=0.1))
+    count, share = runtime.layout.axes.get("dp", 1), runtime.coordinate.get("dp", 0)
+    with warnings.catch_warnings(record=True) as caught:
+        warnings.simplefilter("always")
+        for index, (x, y) in enumerate(batches("mlp", steps=3)):
+            if index < 2:  # once more after the first step
+                change(model)
+            own = (x.chunk(count)[share], y.chunk(count)[share])
+            runtime.step(model, update, functional.cross_entropy, *own)
+    return runtime.sharded(model).verifier.verified, not_verified(caught)
+
+
+_STAGES = {"mesh": {"pp": 2}, "pipeline": {"stages": {"0": 0, "1": 1}, "microbatches": 2}}
+
+
+@pytest.mark.parametrize("config", [{}, {"optimizer": {"zero": 3}}], ids=["dp", "zero 3"])
+@pytest.mark.parametrize("change", [of_modules, of_gradients, of_attributes, removed])
+def test_what_the_script_changes_after_shard_counts_in_one_process(config, change):
+    assert run_warm(_changed, 2, config, change) == [(3, [])] * 2
+
+
+def test_attributes_of_other_stages_count_in_one_process():
+    assert run_warm(_changed, 2, _STAGES, of_attributes) == [(3, [])] * 2
+
+
+@pytest.mark.parametrize("change", [of_gradients, of_modules])
+def test_hooks_of_other_stages_cannot_be_verified(change):
+    (verified, told), other = run_warm(_changed, 2, _STAGES, change)
+    assert (verified, other) == (0, (0, []))
+    assert "nothing was verified in step 1: the script changed the hooks of 1" in told[0]
+
+
 def test_first_step_is_one_step():
     assert parse_config({"verify": "first_step"}).verify == 1
     assert parse_config({"verify": "3"}).verify == 3

@@ -284,6 +284,68 @@ def test_other_calls_of_the_model_and_of_copies_change_nothing():
     assert run_warm(_step, 2, {"verify": 1}, LINEAR, evaluated) == [("", [], 1)] * 2
 
 
+class Rebinding(nn.Linear):
+    """Binds another tensor to the name of its buffer, as running averages do."""
+
+    def __init__(self, *sizes):
+        super().__init__(*sizes)
+        self.register_buffer("scale", torch.ones(()))
+
+    def forward(self, x):
+        self.scale = self.scale * 0.9
+        return super().forward(x) * self.scale
+
+
+def _rebound(config, dropout):
+    """Return losses of a plain loop, or with dropout of steps that are compared without it."""
+    runtime = msrun.init(config)
+    torch.manual_seed(0)
+    model = runtime.shard(nn.Sequential(nn.Dropout(dropout), Rebinding(16, 10)))
+    update = runtime.optimizer(torch.optim.SGD(model.parameters(), lr=0.1))
+    losses = []
+    for x, y in batches("mlp", steps=2):
+        own = [t.chunk(2)[runtime.rank] for t in (x, y)]
+        if dropout:
+            loss = runtime.step(model, update, functional.cross_entropy, *own)
+        else:
+            update.zero_grad()
+            loss = functional.cross_entropy(model(own[0]), own[1])
+            loss.backward()
+            update.step()
+        losses.append(loss.item())
+    return losses, model[1].scale.item()
+
+
+@pytest.mark.parametrize("dropout", [0.0, 0.5])
+def test_a_buffer_that_forward_binds_anew_is_put_back(dropout):
+    without = run_warm(_rebound, 2, {}, dropout)
+    assert run_warm(_rebound, 2, {"verify": 1}, dropout) == without
+
+
+@pytest.mark.parametrize("config", CONFIG_OF)
+def test_a_step_with_zeros_is_none(config):
+    """A script takes it before the first, to have the state of the optimizer."""
+    assert run_warm(_step_after_zeros, 2, CONFIG_OF[config]) == [(0, [], 1)] * 2
+
+
+def _step_after_zeros(config):
+    """Return what a step with zeros verified and said, and what the next one verified."""
+    runtime = msrun.init(config)
+    torch.manual_seed(0)
+    model = runtime.shard(nn.Linear(16, 10))
+    update = runtime.optimizer(torch.optim.SGD(model.parameters(), lr=0.1))
+    verifier = runtime.sharded(model).verifier
+    for param in model.parameters():
+        param.grad = torch.zeros_like(param)
+    with warnings.catch_warnings(record=True) as caught:
+        warnings.simplefilter("always")
+        update.step()
+        before = verifier.verified
+        plain(runtime, model, *(t.chunk(2)[runtime.rank] for t in batches("mlp")[0]))
+        update.step()
+    return before, not_verified(caught), verifier.verified
+
+
 @pytest.mark.parametrize(
     ("make", "form", "reason"),
     [
@@ -359,6 +421,24 @@ def _two_models():
 
 def test_each_of_two_models_is_verified():
     assert run_warm(_two_models, 2) == [[1, 1]] * 2
+
+
+def _waits():
+    """Return for which models a script of `msrun verify` waits once the first has stepped."""
+    runtime = msrun.init({"verify": 1})
+    torch.manual_seed(0)
+    teacher = runtime.shard(nn.Linear(16, 16).requires_grad_(requires_grad=False))
+    makes, judges = runtime.shard(nn.Linear(16, 16)), runtime.shard(nn.Linear(16, 1))
+    update = runtime.optimizer(torch.optim.SGD(makes.parameters(), lr=0.1))
+    runtime.optimizer(torch.optim.SGD(judges.parameters(), lr=0.1))
+    judges.requires_grad_(requires_grad=False)
+    judges(makes(torch.randn(4, 16))).sum().backward()
+    update.step()
+    return [not runtime.sharded(model).verifier.is_over for model in (teacher, makes, judges)]
+
+
+def test_a_judge_that_is_frozen_meanwhile_is_waited_for():
+    assert run_warm(_waits, 2) == [[False, False, True]] * 2
 
 
 def _outcome(verify):
