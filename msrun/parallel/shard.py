@@ -216,9 +216,7 @@ def _shard_by_search(
     if rank.world_size > 1:
         broadcast_weights(model, excluded=())
     hooked = parameter_hooks.hooked(model)
-    applied = apply(
-        config, rank, model, sample, partial(_whole_modules, config, rank, model, sample)
-    )
+    applied = apply(config, rank, model, sample, partial(_whole_modules, config, rank, sample))
     if applied.config is None:
         parameter_hooks.refuse(hooked)
         refuse_copies(applied.model, f"{ROOT}.mode: auto")
@@ -250,7 +248,7 @@ def _shard_by_search(
 
 
 def _whole_modules(
-    config: ParallelConfig, rank: Rank, model: nn.Module, sample: Sequence[Any]
+    config: ParallelConfig, rank: Rank, sample: Sequence[Any], model: nn.Module
 ) -> WholeModules:
     """Return what compares experts and sequences on ranks of their own, for a search."""
     from msrun.parallel.advise.module_search import WholeModules

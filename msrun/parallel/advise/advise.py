@@ -22,6 +22,7 @@ from msrun.parallel.advise.techniques import (
 )
 from msrun.parallel.advise.whole_models import whole_models
 from msrun.parallel.auto.offline_model import make
+from msrun.parallel.auto.outlines import outline_of
 from msrun.parallel.auto.tracing.structure import leaf_tensors
 from msrun.parallel.search.cost.topology import Topology
 
@@ -97,6 +98,7 @@ def advise(request: AdviceRequest) -> Advice:
         UsageError: The model cannot be made or run without values, or the batch does not divide.
     """
     model, sample = make(request.target)
+    model = outline_of(model, sample) or model
     given = next(len(x) for x in leaf_tensors(list(sample)) if x.dim())
     total = request.batch or given * request.world
     if total % request.world:

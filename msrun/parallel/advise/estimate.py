@@ -14,6 +14,7 @@ from typing import Any
 import msgspec
 from torch import nn
 
+from msrun.errors import ModelError
 from msrun.parallel.advise.combined import CombinedPass, combined_pass, whole_work
 from msrun.parallel.advise.rank_work import RankWork
 from msrun.parallel.advise.ranks import (
@@ -39,9 +40,11 @@ from msrun.parallel.auto.offline_model import resized
 from msrun.parallel.auto.tracing.structure import leaf_tensors
 from msrun.parallel.config import Optimizer, ParallelConfig, Recompute
 from msrun.parallel.data_parallel.zero import units
+from msrun.parallel.experts.outline import listed_experts
 from msrun.parallel.experts.routed import check_module
+from msrun.parallel.experts.rules import check as check_experts
 from msrun.parallel.layers.recompute import find
-from msrun.parallel.notation.mesh_layout import MeshLayout
+from msrun.parallel.notation.mesh_layout import EXPERT_AXIS, MeshLayout
 from msrun.parallel.search.alternatives.one_rank import Alternative
 from msrun.parallel.settings.plan_rules import PlanRule
 from msrun.parallel.tensor.describe import describe_modules
@@ -66,6 +69,7 @@ class Estimator:
     Attributes:
         blocks: These patterns; empty without any.
         experts: Modules of experts, with their number.
+        is_outline: Whether some are lists, of which the model has outlines.
         can_cut: Whether a batch may be cut into micro-batches.
     """
 
@@ -85,6 +89,8 @@ class Estimator:
         self._states, self._is_host = states, is_host
         self.blocks = list(_blocks(model) if blocks is None else blocks)
         self.experts = expert_modules(model)
+        self._lists = listed_experts(model)
+        self.is_outline = bool(self._lists)
         self.can_cut = not batch_norms(model)
         self._known: dict[Technique, Peaks] = {}
         self._works: dict[Technique, CombinedPass] = {}
@@ -119,6 +125,7 @@ class Estimator:
         Raises:
             ModelError: The technique is not for this model.
         """
+        self._check_outline(one)
         ranks = self._world // (one.tp * one.pp)
         if one.whole:
             ranks = self._world // one.apart * one.averaging
@@ -144,6 +151,7 @@ class Estimator:
         Raises:
             ModelError: The technique is not for this model.
         """
+        self._check_outline(one)
         key = _pass(one)
         if key not in self._known:
             local = self._batch // (self._world // one.apart)
@@ -166,6 +174,18 @@ class Estimator:
                 peaks = simulate(self._model, sample, again, routed=list(self.experts))
             self._known[key] = peaks
         return self._known[key]
+
+    def _check_outline(self, one: Technique) -> None:
+        """Refuse what divides operators or tokens around a list of experts.
+
+        Raises:
+            ModelError: `one` does.
+        """
+        if self._lists and one.apart > 1:
+            raise ModelError(
+                f"the experts {next(iter(self._lists))} are a list, beside which data parallelism "
+                f"and {EXPERT_AXIS} alone are estimated"
+            )
 
     def combined(self, one: Technique) -> tuple[CombinedPass, RankWork]:
         """Return what a pass of a combination takes, and what one takes that shares nothing.
@@ -214,6 +234,7 @@ class Estimator:
             sizes,
             experts=math.ceil(sum(size for name, size in own.items() if name in trained)),
             copies=ranks // one.ep,
+            is_list=self.is_outline,
         )
 
     def least(self, one: Technique) -> int:
@@ -238,9 +259,11 @@ class Estimator:
             ModelError: A rule is not for a module that it matches.
         """
         rules = [rule for rule in config.plan if isinstance(rule, PlanRule)]
-        for name, plan in plan_modules(rules, layout, describe_modules(self._model), None).items():
-            if plan.is_routed:
+        plans = plan_modules(rules, layout, describe_modules(self._model), None)
+        for name, plan in plans.items():
+            if plan.is_routed and plan.params:
                 check_module(name, self._model.get_submodule(name))
+        check_experts(config, self._model, plans, ())
 
     def _recomputed(self) -> list[str]:
         """Return the modules that recompute."""

@@ -9,7 +9,6 @@ by their seconds, and run in that order until one fits, or until they are slower
 
 from __future__ import annotations
 
-import copy
 import math
 import operator
 from collections.abc import Callable, Iterator, Sequence
@@ -23,13 +22,21 @@ from torch import Tensor, nn
 from msrun.errors import ModelError, UsageError
 from msrun.parallel.advise.combined import combined
 from msrun.parallel.advise.estimate import STATES, Estimator, axis_of, kind_of
-from msrun.parallel.advise.techniques import Divisible, Technique, divided, traffic
+from msrun.parallel.advise.techniques import (
+    SHARDED_PARAMETERS,
+    Divisible,
+    Technique,
+    divided,
+    techniques,
+    traffic,
+)
 from msrun.parallel.auto import offline_search
 from msrun.parallel.auto.left_out import LONG, MISSING, expert_modules, long_sequences
 from msrun.parallel.auto.modules import run_by
 from msrun.parallel.auto.offline_search import SearchRequest
 from msrun.parallel.auto.tracing.structure import mapped
 from msrun.parallel.config import DATA_AXIS, TENSOR_AXIS, ParallelConfig
+from msrun.parallel.experts.outline import without_values
 from msrun.parallel.layout import resolve
 from msrun.parallel.notation.mesh_layout import EXPERT_AXIS
 from msrun.parallel.search.graph.program import Program
@@ -100,7 +107,7 @@ class WholeModules:
         self, model: nn.Module, sample: Sequence[Any], config: ParallelConfig, *, is_host: bool
     ) -> None:
         self._given, self._config, self._is_host = model, config, is_host
-        self._sample = mapped(list(sample), _without_values)
+        self._sample = mapped(list(sample), _on_meta)
 
     def find(self, job: ModuleJob) -> ModuleAnswer:
         """Return the fastest technique that fits, if it is faster than `job.seconds`."""
@@ -124,8 +131,7 @@ class WholeModules:
     @cached_property
     def _model(self) -> nn.Module:
         """The model without values, whose copy takes no memory."""
-        held = [*self._given.parameters(), *self._given.buffers()]
-        return copy.deepcopy(self._given, {id(tensor): _without_values(tensor) for tensor in held})
+        return without_values(self._given)
 
 
 class _Comparison:
@@ -203,11 +209,14 @@ class _Comparison:
     def _ours(self, yielded: Callable[[Divisible], Iterator[Technique]]) -> Iterator[Technique]:
         """Yield techniques that are for this mesh, with what the user has decided."""
         decided = self._config.decided
-        levels = {self._config.optimizer.zero} if "optimizer" in decided else {0, 1}
         model = self._estimator.divisible(self._job.topology.per_node)
         for one in yielded(msgspec.structs.replace(model, tokens=self._tokens)):
-            if one.ep * one.cp == 1 or one.zero or not self._is_on_mesh(one):
+            is_plain = one.is_plain and self._estimator.is_outline
+            if (one.ep * one.cp == 1 and not is_plain) or one.zero or not self._is_on_mesh(one):
                 continue
+            levels = {0, 1, SHARDED_PARAMETERS} if is_plain and self._job.world > 1 else {0, 1}
+            if "optimizer" in decided:
+                levels = {self._config.optimizer.zero}
             if "recompute" in decided and one.recompute != bool(self._estimator.blocks):
                 continue
             for level in levels:
@@ -252,7 +261,7 @@ class _Comparison:
 
     def _priced(self) -> Iterator[_Priced]:
         """Yield the techniques with the seconds of a step."""
-        for one in self._ours(divided):
+        for one in self._ours(_plain_or_divided):
             # Before the seconds, which take longer on models of many blocks.
             least, limit = self._estimator.least(one), self._job.limit
             if limit is not None and least > limit:
@@ -276,18 +285,19 @@ class _Comparison:
         trained = self._estimator.trained()
         own = Parameters(
             nbytes=sizes.params,
-            stored=sizes.share(ranks) if one.zero else sizes.params,
+            stored=sizes.stored(ranks) if one.zero else sizes.params,
             count=sum(x.numel() for x in trained) / max(1, sum(x.nbytes for x in trained)),
             sent=traffic(one, sizes, ranks),
             units=self._estimator.units if one.zero else 0,
         )
         update, reduced = of_parameters(own, topology, ranks, one.tp)
         axis = EXPERT_AXIS if one.ep > 1 else CONTEXT_AXIS
+        travels = {} if one.is_plain else {f"tokens over {axis}": exchanged}
         costs = {
             "computation": self._computation(one),
             "update of parameters": update,
             f"gradients and parameters over {DATA_AXIS}": reduced,
-            f"tokens over {axis}": exchanged,
+            **travels,
             **costs,
         }
         return _Priced(one, costs)
@@ -326,6 +336,8 @@ class _Comparison:
         Raises:
             ModelError: The model does not run without values.
         """
+        if one.is_plain:
+            return 0.0
         size = one.ep * one.cp
         sizes = (self._job.world // (size * one.tp), size, one.tp)
         _, wire, _ = self._job.topology.wires(sizes)
@@ -406,11 +418,12 @@ class _Comparison:
                 yield f"{axis}: {what} do not divide over {world} ranks"
 
 
-def _without_values(leaf: Any) -> Any:
-    """Return a tensor on the device `meta` in place of one; a parameter stays one."""
-    if not isinstance(leaf, Tensor):
-        return leaf
-    empty = torch.empty_like(leaf, device="meta")
-    if isinstance(leaf, nn.Parameter):
-        return nn.Parameter(empty, requires_grad=leaf.requires_grad)
-    return empty
+def _plain_or_divided(model: Divisible) -> Iterator[Technique]:
+    """Yield what divides the batch alone, and what divides the model beside it."""
+    if model.batch % model.world == 0:
+        yield from techniques(1, can_recompute=model.can_recompute, world=model.world)
+    yield from divided(model)
+
+
+def _on_meta(leaf: Any) -> Any:
+    return torch.empty_like(leaf, device="meta") if isinstance(leaf, Tensor) else leaf

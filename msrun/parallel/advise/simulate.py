@@ -209,12 +209,7 @@ def simulate(
     normed: list[int] = []
     for part in batch_norms(net):
         part.register_forward_pre_hook(lambda _, given: normed.append(given[0].nbytes))
-    tokens: list[int] = []
-    for name in routed:
-        net.get_submodule(name).register_forward_pre_hook(
-            lambda _, args, kwargs: tokens.append(_routed([*args, *kwargs.values()])),
-            with_kwargs=True,
-        )
+    tokens = _counted_tokens(net, routed)
     try:
         with fake_tensors(fake_mode()):
             _give_shapes(net)
@@ -244,7 +239,27 @@ def simulate(
     return Peaks(live.peak, live.peak_without, sum(normed), live.sent, parts, routed=sum(tokens))
 
 
-def _routed(given: Sequence[Any]) -> int:
+def _counted_tokens(net: nn.Module, routed: Sequence[str]) -> list[int]:
+    """Return a list that gets the bytes of tokens of each call of experts."""
+    tokens: list[int] = []
+    for name in routed:
+        experts = net.get_submodule(name)
+        is_list = isinstance(experts, nn.ModuleList | nn.ModuleDict)
+        count = _rows if is_list else _routed
+        for part in experts.children() if is_list else [experts]:
+            part.register_forward_pre_hook(
+                lambda _, args, kwargs, count=count: tokens.append(count(*args, *kwargs.values())),
+                with_kwargs=True,
+            )
+    return tokens
+
+
+def _rows(*given: Any) -> int:
+    """Return the bytes that one expert of a list is called with."""
+    return sum(x.nbytes for x in given if isinstance(x, Tensor))
+
+
+def _routed(*given: Any) -> int:
     """Return the bytes of tokens for experts: (tokens, width), and (tokens, experts of each)."""
     tensors = [x for x in given if isinstance(x, Tensor) and x.dim() > 1]
     choices = [x.shape[-1] for x in tensors if not x.is_floating_point()]

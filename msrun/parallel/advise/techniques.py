@@ -49,6 +49,7 @@ class ModelBytes(msgspec.Struct, frozen=True, kw_only=True):
         padding: That shards of uneven parameters add on a rank.
         experts: Bytes of trained parameters that are of experts on ranks of their own.
         copies: Ranks that have the same experts.
+        is_list: Whether these are lists, which ZeRO leaves whole on each of the copies.
     """
 
     params: int
@@ -60,10 +61,16 @@ class ModelBytes(msgspec.Struct, frozen=True, kw_only=True):
     padding: int
     experts: int = 0
     copies: int = 1
+    is_list: bool = False
 
     def share(self, world: int) -> float:
-        """Return the bytes of parameters of a rank, if ZeRO shards them over `world` ranks."""
+        """Return the bytes of parameters of a rank, if each is sharded over `world` ranks."""
         return (self.params - self.experts) / world + self.experts / self.copies
+
+    def stored(self, world: int) -> float:
+        """Return the bytes of parameters of a rank that ZeRO leaves it, of `world` ranks."""
+        copies = 1 if self.is_list else self.copies
+        return (self.params - self.experts) / world + self.experts / copies
 
 
 class Technique(msgspec.Struct, frozen=True, kw_only=True):
@@ -267,7 +274,7 @@ def rank_bytes(
             sent = model.params if is_host else min(model.params, _BUCKETS)
         return common + model.params + model.state + sent + max(passes, update)
     times = 2 + (model.state / model.params if model.params else 0)
-    shares = math.ceil(times * model.share(world)) + 4 * model.padding
+    shares = math.ceil(times * model.stored(world)) + 4 * model.padding
     gathered = model.params + _UNITS_WHOLE * model.unit + model.root
     if one.zero == SHARDED_PARAMETERS:
         gathered = 2 * model.root + _UNITS_SHARDED * model.unit

@@ -70,18 +70,28 @@ def agreed(decide: Callable[[], PlanBroadcast], rank: Rank) -> PlanBroadcast:
     Raises:
         ConfigError: The first rank could not decide; then every rank raises what it did.
     """
-    content = msgspec.json.encode(_tried(decide)) if rank.rank == 0 else b""
+    causes: list[Exception] = []
+    content = msgspec.json.encode(_tried(decide, causes)) if rank.rank == 0 else b""
     answer = msgspec.json.decode(rank.broadcast(content), type=PlanBroadcast)
     if answer.error:
         kind = _ERRORS.get(answer.kind, UsageError)
-        raise kind(answer.error, hint=answer.hint or None)
+        raise kind(answer.error, hint=answer.hint or None) from next(iter(causes), None)
     return answer
 
 
-def _tried(decide: Callable[[], PlanBroadcast]) -> PlanBroadcast:
+def _tried(decide: Callable[[], PlanBroadcast], causes: list[Exception]) -> PlanBroadcast:
+    """Return a decision, or why there is none; `causes` gets an error that is none of ours."""
     try:
         with _told_memory():
             return decide()
     except UsageError as error:
         kind = next((name for name, own in _ERRORS.items() if isinstance(error, own)), "")
         return PlanBroadcast(error=error.message, hint=error.hint or "", kind=kind)
+    except Exception as error:  # noqa: BLE001 - the other ranks wait for an answer
+        causes.append(error)
+        said = str(error).strip().partition("\n")[0]
+        return PlanBroadcast(
+            error=f"{ROOT}.mode: auto: the search on rank 0 failed: {type(error).__name__}: {said}",
+            hint="rank 0 shows where; choose a configuration without mode: auto",
+            kind=ModelError.__name__,
+        )

@@ -7,7 +7,6 @@ import functools
 import time
 from collections.abc import Callable, Iterator, Sequence
 from functools import partial
-from pathlib import Path
 from typing import Any, NamedTuple
 
 import msgspec
@@ -15,7 +14,7 @@ import torch
 import torch.distributed as dist
 from torch import nn
 
-from msrun.errors import ConfigError, ModelError, UsageError
+from msrun.errors import ConfigError, ModelError
 from msrun.parallel.auto.agreed import PlanBroadcast, agreed
 from msrun.parallel.auto.alternatives import in_any_mesh, in_mesh
 from msrun.parallel.auto.decided import (
@@ -29,11 +28,13 @@ from msrun.parallel.auto.dropout_rng import DropoutRng
 from msrun.parallel.auto.executable import TracedBehaviour, check_outputs
 from msrun.parallel.auto.execute import Executor
 from msrun.parallel.auto.left_out import has_modules
-from msrun.parallel.auto.modules import faster, mesh_of, names_modules, run_by
+from msrun.parallel.auto.modules import faster, names_modules, run_by
 from msrun.parallel.auto.named_modules import beside, topology_of
 from msrun.parallel.auto.native import configuration, return_means
 from msrun.parallel.auto.offline_model import SIZES, resized
+from msrun.parallel.auto.outlines import find_technique, outline_of
 from msrun.parallel.auto.pipeline_executor import PlannedModel, slices
+from msrun.parallel.auto.saved import microbatches_of, read_saved
 from msrun.parallel.auto.tracing.calls import positional
 from msrun.parallel.auto.tracing.structure import leaf_tensors
 from msrun.parallel.auto.tracing.trace import Traced, trace
@@ -47,7 +48,7 @@ from msrun.parallel.pipeline.ranks import PipelineRanks
 from msrun.parallel.rank_context import Rank, RankContext, placed
 from msrun.parallel.search.alternatives.chosen import Alternatives
 from msrun.parallel.search.alternatives.one_rank import Alternative
-from msrun.parallel.search.graph.program import Program, ProgramByBatch
+from msrun.parallel.search.graph.program import ProgramByBatch
 from msrun.parallel.search.graph.repeat import find_blocks
 from msrun.parallel.search.graph.rules import ShardingRule
 from msrun.parallel.search.graph.unsupported_ops import check
@@ -57,8 +58,7 @@ from msrun.parallel.search.mesh.stages import cut_between_blocks, divide
 from msrun.parallel.search.mesh_choice import ChosenMesh, MeshRequest, choose_mesh
 from msrun.parallel.search.modules.job import ModuleSearch, SharedModules
 from msrun.parallel.search.plan.lowering import EXECUTOR, Lowering
-from msrun.parallel.search.plan.plan import read_plan
-from msrun.parallel.search.plan.plan_io import check_fit, check_model, choices_of
+from msrun.parallel.search.plan.plan_io import check_model, choices_of
 from msrun.parallel.search.solve.build import Pin, build
 from msrun.parallel.search.solve.modes import MODES, search
 from msrun.parallel.search.solve.problem import Setting
@@ -98,7 +98,7 @@ def apply(
     rank: Rank,
     model: nn.Module,
     sample: Sequence[Any],
-    modules: Callable[[], ModuleSearch],
+    modules: Callable[[nn.Module], ModuleSearch],
 ) -> Applied:
     """Search a plan for `model`, or read a saved one, and have the model run it.
 
@@ -109,7 +109,7 @@ def apply(
         rank: This rank; a `RankContext` unless `mesh: auto`.
         model: Of `check_sample`.
         sample: As of `Runtime.shard`.
-        modules: Returns what compares techniques that divide whole modules of `model`.
+        modules: Returns what compares techniques that divide whole modules of a model.
 
     Raises:
         ConfigError: The model cannot be traced, a wish cannot be met, no plan fits, or the one that
@@ -179,9 +179,14 @@ def _find_plan(
     rank: Rank,
     model: nn.Module,
     sample: Sequence[Any],
-    modules: Callable[[], ModuleSearch],
+    modules_of: Callable[[nn.Module], ModuleSearch],
 ) -> _Plan | PlanBroadcast:
     """Return the plan of a model, which is not changed; or a technique of whole modules."""
+    net = outline_of(model, sample)
+    if net is not None:
+        batch = _samples(rank, sample)
+        return find_technique(config, rank, net, sample, modules=modules_of(net), batch=batch)
+    modules = partial(modules_of, model)
     if isinstance(rank, RankContext) and not _axes(rank):
         rank = _place(config, rank, {**rank.layout.axes, DATA_AXIS: 1})
     batch = _samples(rank, sample)
@@ -316,40 +321,12 @@ def _outline(
     if isinstance(config.plan, str):
         small = resized(sample, SIZES[0])
         program = lambda: trace(model, small).program  # noqa: E731 - of a plan without operators
-        return agreed(partial(_read, config, rank, config.plan, program, batch=batch), rank)
+        return agreed(partial(read_saved, config, rank, config.plan, program, batch=batch), rank)
     if config.mesh == "auto":
         choose = partial(_choose_mesh, config, rank, model, sample, batch=batch, modules=modules)
         return agreed(choose, rank)
     axes = placed(rank, config).layout.axes
-    return PlanBroadcast(mesh=axes, microbatches=_microbatches(config))
-
-
-def _microbatches(config: ParallelConfig) -> int:
-    return config.pipeline.microbatches if config.pipeline else config.accumulate
-
-
-def _read(
-    config: ParallelConfig, rank: Rank, path: str, program: Callable[[], Program], *, batch: int
-) -> PlanBroadcast:
-    """Return a saved plan, if it is for this job."""
-    try:
-        plan = read_plan(Path(path))
-        mesh = mesh_of(rank.layout) if isinstance(rank, RankContext) else plan.axes()
-        check_fit(plan, path, world=rank.world_size, mesh=mesh, batch=batch)
-    except UsageError as error:
-        raise ConfigError(f"{_PLAN}: {error.message}", hint=error.hint) from None
-    if plan.config:
-        check_model(plan, f"{_PLAN}: {path}", program())
-        return PlanBroadcast(modules=plan.config | {"mesh": mesh}, name=plan.runs_on)
-    if _microbatches(config) not in (1, plan.microbatches):
-        key = "pipeline.microbatches" if config.pipeline else "accumulate"
-        raise ConfigError(
-            f"{_PLAN}: {path} is for {plan.microbatches} micro-batches, "
-            f"and {ROOT}.{key} is {_microbatches(config)}"
-        )
-    return PlanBroadcast(
-        mesh=mesh, microbatches=plan.microbatches, recompute=plan.recompute, plan=plan
-    )
+    return PlanBroadcast(mesh=axes, microbatches=microbatches_of(config))
 
 
 def _choose_mesh(
@@ -465,7 +442,7 @@ def _search(
         traced.program,
         setting,
         traced.rules,
-        pace=paces(chunks, _microbatches(config)),
+        pace=paces(chunks, microbatches_of(config)),
         mode=mode,
         pins=pins,
         limit=limit,

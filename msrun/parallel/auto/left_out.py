@@ -8,6 +8,7 @@ from typing import Any
 from torch import nn
 
 from msrun.parallel.auto.tracing.structure import leaf_tensors
+from msrun.parallel.experts.outline import listed_experts
 from msrun.parallel.notation.mesh_layout import EXPERT_AXIS
 from msrun.parallel.settings.plan_rules import CONTEXT_AXIS
 
@@ -16,7 +17,8 @@ LONG, _VECTORS = 1024, 3
 _EXPERT_DIMS = 3
 # Axis -> what a model that it cannot divide does not have.
 MISSING = {
-    EXPERT_AXIS: "no module has the weights of all experts in dim 0 of its parameters",
+    EXPERT_AXIS: "no module has the weights of all experts in dim 0 of its parameters, or a list "
+    "of experts that get rows of their own",
     CONTEXT_AXIS: f"no sequences of {LONG} tokens or more",
 }
 
@@ -27,8 +29,11 @@ def has_modules(model: nn.Module, sample: Sequence[Any]) -> bool:
 
 
 def expert_modules(model: nn.Module) -> dict[str, int]:
-    """Return the modules whose experts ranks can share, with their number of experts."""
-    found = {}
+    """Return the modules whose experts ranks can share, with their number of experts.
+
+    Of lists those that `model` has outlines of.
+    """
+    found = listed_experts(model)
     for name, module in model.named_modules():
         shapes = [param.shape for param in module.parameters(recurse=False)]
         is_of_experts = (

@@ -66,22 +66,27 @@ def faster(
     return answer.best or plan, answer.lines
 
 
-def only(
-    find: Callable[[], Found], modules: ModuleSearch, job: ModuleJob
-) -> tuple[Found | SharedModules, tuple[str, ...]]:
-    """Return the best technique on a mesh that names experts, which no plan of operators has.
+def only(modules: ModuleSearch, job: ModuleJob) -> tuple[SharedModules, tuple[str, ...]]:
+    """Return the best technique where there is no plan of operators.
+
+    That is on a mesh that names experts, and for models that no trace can follow.
 
     Raises:
         OutOfMemoryError: It does not fit.
         UsageError: The model has no such technique.
     """
-    del find
     answer = modules.find(job)
     if answer.best is None and answer.least is not None:
         raise OutOfMemoryError(answer.least)
     if answer.best is None:
-        why = "; ".join(line for line in answer.lines if line.startswith(EXPERT_AXIS))
-        raise ConfigError(f"{ROOT}.mesh.{why}", hint="leave the axis out, or choose semi_auto")
+        why = [line for line in answer.lines if line.startswith(EXPERT_AXIS)]
+        if EXPERT_AXIS in job.mesh and why:
+            hint = "leave the axis out, or choose semi_auto"
+            raise ConfigError(f"{ROOT}.mesh.{'; '.join(why)}", hint=hint)
+        raise ConfigError(
+            f"{ROOT}.mode: auto finds no technique: {'; '.join(answer.lines)}",
+            hint="choose semi_auto",
+        )
     return answer.best, answer.lines
 
 

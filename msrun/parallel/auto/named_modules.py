@@ -47,6 +47,10 @@ def beside(
         limit=None if config.memory is None else float(config.memory),
         mesh=mesh_of(context.layout),
     )
-    best, lines = (only if context.layout.ep > 1 else faster)(find, modules(), job)
+    best: PlanBroadcast | SharedModules
+    if context.layout.ep > 1:
+        best, lines = only(modules(), job)
+    else:
+        best, lines = faster(find, modules(), job)
     context.print("\n".join(f"{ROOT}.mode: auto: {line}" for line in lines))
     return PlanBroadcast(modules=best.config) if isinstance(best, SharedModules) else best

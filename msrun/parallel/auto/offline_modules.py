@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 
 import msgspec
 
@@ -17,12 +17,12 @@ _GIB = 2**30
 
 
 def with_modules(
-    find: Callable[[], SavedPlan], target: str, modules: ModuleSearch, job: ModuleJob
+    find: Callable[[], SavedPlan] | None, target: str, modules: ModuleSearch, job: ModuleJob
 ) -> SavedPlan:
     """Return the plan of operators, or the technique that is faster or fits alone.
 
     Args:
-        find: Returns the plan of operators.
+        find: Returns the plan of operators; None where there is none.
         target: The model.
         modules: Techniques of the model.
         job: What both are for.
@@ -31,6 +31,8 @@ def with_modules(
         OutOfMemoryError: Nothing fits.
         UsageError: The mesh names experts, and the model has none to share.
     """
+    if find is None or job.mesh.get(EXPERT_AXIS, 1) > 1:
+        return _saved(target, *only(modules, job), job)
     beside: list[str] = []
 
     def noted() -> SavedPlan:
@@ -41,15 +43,14 @@ def with_modules(
         )
         return plan
 
-    is_only = job.mesh.get(EXPERT_AXIS, 1) > 1
-    found, lines = (only if is_only else faster)(noted, modules, job)
+    found, lines = faster(noted, modules, job)
     if isinstance(found, SavedPlan):
         return msgspec.structs.replace(found, rejected=[*lines, *found.rejected])
-    own = [line for line in lines if not line.startswith(f"{found.name}:")]
-    return _saved(target, found, job, [*beside, *own])
+    return _saved(target, found, [*beside, *lines], job)
 
 
-def _saved(target: str, found: SharedModules, job: ModuleJob, rejected: list[str]) -> SavedPlan:
+def _saved(target: str, found: SharedModules, lines: Sequence[str], job: ModuleJob) -> SavedPlan:
+    rejected = [line for line in lines if not line.startswith(f"{found.name}:")]
     return SavedPlan(
         version=MODULES_VERSION,
         model=target,

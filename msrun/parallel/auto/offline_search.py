@@ -15,6 +15,7 @@ from msrun.errors import ModelError, UsageError
 from msrun.parallel.auto.alternatives import saved_beside
 from msrun.parallel.auto.offline_model import SIZES, batch_of, make, resized
 from msrun.parallel.auto.offline_modules import with_modules
+from msrun.parallel.auto.outlines import outline_of, refused, trace_outline
 from msrun.parallel.auto.tracing.calls import positional
 from msrun.parallel.auto.tracing.trace import Traced, trace
 from msrun.parallel.auto.wishes import pins_of_file
@@ -119,7 +120,11 @@ def search_model(
     _check_mesh(request)
     if len(sample) == 1 and isinstance(sample[0], Mapping):
         sample = [*positional(model, sample[0])]
-    traced = functools.cache(lambda: [trace(model, resized(sample, n)) for n in SIZES])
+    net = outline_of(model, sample) if modules else None
+    if net is not None:
+        _check_of_lists(request, net)
+    model, follow = (net, trace_outline) if net else (model, trace)
+    traced = functools.cache(lambda: [follow(model, resized(sample, n)) for n in SIZES])
     limit = request.memory or request.topology.memory
 
     def find_plan() -> SavedPlan:
@@ -141,10 +146,21 @@ def search_model(
         return (
             find()
             if modules is None
-            else with_modules(find, request.target, modules(model, sample), job)
+            else with_modules(None if net else find, request.target, modules(model, sample), job)
         )
     except OutOfMemoryError as error:
         raise _too_little(limit, error.least, request.world) from None
+
+
+def _check_of_lists(request: SearchRequest, net: nn.Module) -> None:
+    """Refuse what asks for a plan of operators, where an outline of the model is all there is."""
+    others = {
+        f"--mesh {PIPELINE_AXIS}": request.mesh.get(PIPELINE_AXIS, 1) > 1,
+        "--rules": request.rules is not None,
+        "--mode": request.mode != "exact",
+    }
+    if other := next((key for key, is_given in others.items() if is_given), ""):
+        raise refused(other, net)
 
 
 def _beside(

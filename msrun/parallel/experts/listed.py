@@ -30,7 +30,7 @@ import inspect
 import itertools
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from functools import partial
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
 import torch.distributed as dist
@@ -78,20 +78,7 @@ def divide(
     Returns:
         The modules of the experts that have parameters.
     """
-    container = model.get_submodule(name)
-    members = {
-        key: child
-        for key, child in container.named_children()
-        if any(True for _ in child.parameters())
-    }
-    mixture, mixture_name = _mixture(model, name, container)
-    _check(model, name, members)
-    if norm := next((key for key, part in mixture.named_modules() if isinstance(part, _NORMS)), ""):
-        raise ModelError(
-            f"{name} of style experts over {EXPERT_AXIS}: {norm} is a batch norm beside the "
-            "experts, and ranks without rows for experts would meet there at another time",
-            hint="normalise outside of the module that has the list",
-        )
+    members, mixture, mixture_name = list_of_experts(model, name)
     ranks = mesh.size(mesh.ndim - 1)
     bounds = [len(members) * rank // ranks for rank in range(ranks + 1)]
     owned = [range(first, last) for first, last in itertools.pairwise(bounds)]
@@ -107,6 +94,43 @@ def divide(
     )
     mixture.forward = _MixtureForward(mixture_name, mixture, experts)
     return [part for member in experts.members for part in member.modules()]
+
+
+class ListOfExperts(NamedTuple):
+    """A list of experts.
+
+    Args:
+        members: Those that have parameters, by name.
+        mixture: The module whose forward calls them.
+        mixture_name: Its name.
+    """
+
+    members: dict[str, nn.Module]
+    mixture: nn.Module
+    mixture_name: str
+
+
+def list_of_experts(model: nn.Module, name: str) -> ListOfExperts:
+    """Return the list `name` of `model`.
+
+    Raises:
+        ModelError: Ranks cannot share its members.
+    """
+    container = model.get_submodule(name)
+    members = {
+        key: child
+        for key, child in container.named_children()
+        if any(True for _ in child.parameters())
+    }
+    mixture, mixture_name = _mixture(model, name, container)
+    _check(model, name, members)
+    if norm := next((key for key, part in mixture.named_modules() if isinstance(part, _NORMS)), ""):
+        raise ModelError(
+            f"{name} of style experts over {EXPERT_AXIS}: {norm} is a batch norm beside the "
+            "experts, and ranks without rows for experts would meet there at another time",
+            hint="normalise outside of the module that has the list",
+        )
+    return ListOfExperts(members, mixture, mixture_name)
 
 
 def _mixture(model: nn.Module, name: str, container: nn.Module) -> tuple[nn.Module, str]:
@@ -136,12 +160,10 @@ def _check(model: nn.Module, name: str, members: Mapping[str, nn.Module]) -> Non
         key: [(path, param.shape) for path, param in member.named_parameters()]
         for key, member in members.items()
     }
-    first = next(iter(members))
+    first = next(iter(members), "")
     where = f"{name} of style experts over {EXPERT_AXIS}"
-    own = [param for member in members.values() for param in member.parameters()]
-    outside = sum(
-        1 for _, p in model.named_parameters(remove_duplicate=False) if any(p is o for o in own)
-    )
+    own = {id(param) for member in members.values() for param in member.parameters()}
+    outside = sum(id(p) in own for _, p in model.named_parameters(remove_duplicate=False))
     for key, member in members.items():
         if type(member) is not type(members[first]) or shapes[key] != shapes[first]:
             raise ModelError(
@@ -160,7 +182,7 @@ def _check(model: nn.Module, name: str, members: Mapping[str, nn.Module]) -> Non
                     f"{where}: {key}.{path} has a hook on its gradient, which one rank has",
                     hint="leave the hook or the rule out",
                 )
-    if not own or outside != len({id(param) for param in own}):
+    if not own or outside != len(own):
         raise ModelError(
             f"{where}: members have no parameters, or share them with each other or other modules"
         )

@@ -115,7 +115,7 @@ class Rehearsal:
         depending: Depending | None = None,
     ) -> None:
         self._name, self._module, self._learned = name, module, learned
-        self._parts = list(_called(module, apart))
+        self._parts = list(called_parts(module, apart))
         self._returned: dict[nn.Module, _Returned] = defaultdict(list)
         self._random = _Random(device)
         self._late: list[nn.Module] = []
@@ -239,13 +239,13 @@ def copied(args: Any) -> Any:
     return map_leaves(torch.clone, args)
 
 
-def _called(module: nn.Module, apart: Collection[nn.Module]) -> Iterator[nn.Module]:
+def called_parts(module: nn.Module, apart: Collection[nn.Module]) -> Iterator[nn.Module]:
     """Yield the outermost modules inside that can be called and keep something."""
     for child in module.children():
         if child in apart or not any(True for _ in (*child.parameters(), *child.buffers())):
             continue
         if type(child).forward is nn.Module.forward:
-            yield from _called(child, apart)
+            yield from called_parts(child, apart)
         else:
             yield child
 

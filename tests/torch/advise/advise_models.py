@@ -12,7 +12,7 @@ from msrun.parallel.advise.simulate import LiveBytes, is_plain
 from msrun.parallel.auto.tracing.structure import leaf_tensors
 from msrun.parallel.local import local_part
 from msrun.parallel.search.cost.topology import preset
-from msrun.parallel.torch_compat import is_fake
+from msrun.parallel.torch_compat import as_plain_tensors, is_fake
 
 LOCAL, RANKS = 8, 2
 TOTAL, TOKENS = RANKS * LOCAL, 1024
@@ -87,8 +87,9 @@ class Held(LiveBytes):
         self._held = {}
 
     def know(self, tensors):
-        for tensor in tensors:
-            self._add(local_part(tensor))
+        with as_plain_tensors():  # experts of other ranks refuse functions
+            for tensor in tensors:
+                self._add(local_part(tensor))
 
     def _add(self, tensor):
         storage = tensor.untyped_storage()

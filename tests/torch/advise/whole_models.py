@@ -36,13 +36,43 @@ class Layer(nn.Module):
         return x + self.experts(rows, index, weights).view_as(x)
 
 
+class Expert(nn.Module):
+    def __init__(self, width):
+        super().__init__()
+        self.up, self.down = nn.Linear(width, 4 * width), nn.Linear(4 * width, width)
+
+    def forward(self, x):
+        return self.down(torch.relu(self.up(x)))
+
+
+class LoopLayer(nn.Module):
+    """Experts in a list, of which each computes the rows that chose it."""
+
+    def __init__(self, experts, width):
+        super().__init__()
+        self.norm = nn.LayerNorm(width)
+        self.gate = nn.Linear(width, experts, bias=False)
+        self.experts = nn.ModuleList(Expert(width) for _ in range(experts))
+
+    def forward(self, x):
+        rows = self.norm(x).flatten(0, 1)
+        weights, index = self.gate(rows).softmax(-1).topk(2)
+        found = torch.zeros_like(rows)
+        for number, expert in enumerate(self.experts):
+            row, place = torch.where(index == number)
+            found.index_add_(0, row, expert(rows[row]) * weights[row, place, None])
+        return x + found.view_as(x)
+
+
 class Mixture(nn.Module):
     """Three mixtures of experts, whose forward returns the loss."""
+
+    kind = Layer
 
     def __init__(self, experts=8, width=64):
         super().__init__()
         self.embed = nn.Embedding(WORDS, width)
-        self.layers = nn.ModuleList(Layer(experts, width) for _ in range(3))
+        self.layers = nn.ModuleList(self.kind(experts, width) for _ in range(3))
         self.head = nn.Linear(width, WORDS)
 
     def forward(self, words, target):
@@ -50,6 +80,10 @@ class Mixture(nn.Module):
         for layer in self.layers:
             x = layer(x)
         return functional.cross_entropy(self.head(x).flatten(0, 1), target.flatten())
+
+
+class Listed(Mixture):
+    kind = LoopLayer
 
 
 class Block(nn.Module):
@@ -153,6 +187,7 @@ class Long(Text):
 
 MODELS = {
     "both": Both,
+    "listed": Listed,
     "long": Long,
     "mixture": Mixture,
     "text": lambda: Text(64, 8, 1),

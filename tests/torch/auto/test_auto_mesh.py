@@ -12,6 +12,7 @@ from torch import nn
 
 import msrun
 from msrun.errors import ModelError, UsageError
+from msrun.parallel.auto.agreed import agreed
 
 pytestmark = pytest.mark.torch
 
@@ -122,3 +123,17 @@ def test_a_model_too_wide_for_the_search_is_refused_on_all_ranks():
         "need a table of 67108864 cells"
     )
     assert run_warm(tangled, 2) == [(sentence, "name mesh and plan without mode: auto")] * 2
+
+
+def undecided():
+    """Return what a rank raises, and its cause, where the decision of rank 0 fails by itself."""
+    rt = msrun.init({"mesh": {"dp": 2}})
+    with pytest.raises(ModelError) as caught:
+        agreed(lambda: {}["missing"], rt.context)
+    return caught.value.message, type(caught.value.__cause__).__name__
+
+
+def test_an_unexpected_error_of_the_search_ends_all_ranks_with_one_sentence():
+    """Else the other ranks wait until the launcher ends them."""
+    sentence = "parallel.mode: auto: the search on rank 0 failed: KeyError: 'missing'"
+    assert run_warm(undecided, 2) == [(sentence, "KeyError"), (sentence, "NoneType")]

@@ -64,6 +64,22 @@ def test_blocks_are_found_where_one_value_crosses():
     assert find_blocks(programs.convolutions()) is None
 
 
+def test_blocks_that_end_with_a_view_hand_on_another_value():
+    """A view has no layout of its own: the search ended with an error of ours."""
+    d = programs.Draft()
+    x = d.linear(d.input(8, 16, 32), 32)
+    for _ in range(5):
+        x = d.op("reshape", (8, 16, 32), self=d.linear(d.norm(x), 32))
+    program = d.done(d.loss(x))
+    blocks = find_blocks(program)
+    assert not [
+        step
+        for step in program.steps
+        if step.packet == "reshape" and step.outputs[0] in blocks.cuts
+    ]
+    assert search(program, setting(2, 2)).seconds > 0
+
+
 def masked(layers, masks):
     """Layers that add the masks in turn, which are made right before the first layer."""
     d = programs.Draft()

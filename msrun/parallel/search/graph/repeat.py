@@ -8,6 +8,8 @@ from itertools import pairwise
 import msgspec
 
 from msrun.parallel.search.graph.program import Program, Step
+from msrun.parallel.search.graph.rules import Site
+from msrun.parallel.search.graph.views import dim_map
 
 _COPIES_MIN = 3
 _FAR = 64
@@ -159,6 +161,10 @@ def _cut(program: Program, first: int, period: int, count: int) -> Blocks | None
         ((made[cut] - first) % period, program.steps[made[cut]].outputs.index(cut)) for cut in cuts
     }
     inside = {name for step in program.steps[first:end] for name in step.outputs}
+    # A view has no layout of its own, which blocks would hand on.
+    maker = program.steps[made[cuts[0]]]
+    if dim_map(Site(maker, program)) is not None:
+        return None
     if len(places) > 1 or not inside.isdisjoint(set(program.outputs) - {cuts[-1]}):
         return None
     return Blocks(first=first, period=period, count=count, cuts=cuts)
