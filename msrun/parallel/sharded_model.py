@@ -374,14 +374,11 @@ class ShardedModel:
         if self._optimizers.get(optimizer) == count:
             return
         self.check_optimizer(optimizer)
+        holds = self.holds(optimizer)
         if self.is_pipeline:
             # Ranks of one stage alone may give it parameters later, which the others cannot know.
-            has_some = optimizer in self._optimizers or self.pipeline().is_any(
-                flag=self.holds(optimizer)
-            )
-        else:
-            has_some = self.holds(optimizer)
-        if not has_some:
+            holds = optimizer in self._optimizers or self.pipeline().is_any(flag=holds)
+        if not holds:
             name = type(self._model()).__name__
             raise ModelError(f"{type(optimizer).__name__} holds no parameter of {name}")
         self._optimizers[optimizer] = count
@@ -409,8 +406,7 @@ class ShardedModel:
         replicas = self.replicas
         # Other ranks compare what theirs holds, and wait for all.
         is_empty = self.is_pipeline and not any(group["params"] for group in optimizer.param_groups)
-        holds = is_empty or self.holds(optimizer)
-        if replicas and optimizer not in self._watched and holds:
+        if replicas and optimizer not in self._watched and (is_empty or self.holds(optimizer)):
             self._watched.add(optimizer)
             before_step(optimizer, partial(self._before_step, replicas))
 

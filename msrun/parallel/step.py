@@ -277,7 +277,6 @@ def _train(
         batch: Of this rank.
         looks: Whether to look for what mixes samples.
     """
-    model = sharded.model()
     parts = [StepBatch(*part) for part in split_batch(tuple(batch), sharded.microbatches)]
     context.batch.parts = len(parts)
     tally = LossTally(ranks, parts=len(parts), samples=batch_size(batch), items=batch.items)
@@ -289,7 +288,7 @@ def _train(
     must_join = sharded.order is not None or sharded.exchanges_tokens
     may_skip = ranks.size > 1 and not must_join and context.images is None
     looks = looks and _may_look(sharded, tally, len(parts), known)
-    compute = partial(_loss, model, tally, loss_fn, is_planned=sharded.has_fixed_shapes)
+    compute = partial(_loss, sharded.model(), tally, loss_fn, is_planned=sharded.has_fixed_shapes)
     absent = 0  # parts whose loss depends on no output
     sharded.decisions.begin(ranks.group, context.device, len(parts))
     for index, part in enumerate(parts):
