@@ -31,6 +31,8 @@ if TYPE_CHECKING:
 PartOf = Callable[[Tensor, Tensor], Tensor]
 
 _ELEMENTS = 4096
+# Ranks compare every thousand steps at last, and a step may take hundreds.
+_GIVEN_MAX = 256
 _CALLS = frozenset(["_call_impl", "_wrapped_call_impl"])
 _MODULE = nn.Module.__call__.__code__.co_filename
 _LIBRARIES = (Path(torch.__file__).parent, Path(__file__).parents[2])
@@ -108,6 +110,8 @@ def _as_part(value: Tensor, like: DTensor) -> DTensor:
     some = flat[:: max(1, flat.numel() // _ELEMENTS)].to(torch.float64)
     places = torch.arange(1, some.numel() + 1, device=some.device, dtype=torch.float64)
     _given.append((some * places.cos()).sum().view(torch.int64))
+    if len(_given) == _GIVEN_MAX:
+        _given[:] = [torch.stack(_given).sum()]
     return _placed(value.detach(), like)
 
 

@@ -208,8 +208,16 @@ def split_batch(batch: Any, parts: int) -> list[Any]:
         return [batch]
     samples = batch_size(batch)
     if samples < parts:
+        said = f"{ROOT}.accumulate: {parts} micro-batches of a batch of {samples} sample(s)"
+        shapes = [tuple(tensor.shape) for tensor in tensors_in(batch) if tensor.dim()]
+        longer = [shape for shape in shapes if shape[0] >= parts]
+        if not longer:
+            raise ModelError(said)
         raise ModelError(
-            f"{ROOT}.accumulate: {parts} micro-batches of a batch of {samples} sample(s)"
+            f"{said}: the first tensor of the batch has shape {shapes[0]}, and another one has "
+            f"{longer[0]}",
+            hint="the first tensor tells how many samples there are: put one with a row for each "
+            "sample first, or expand the first one to as many rows",
         )
 
     def piece(index: int) -> Any:

@@ -431,3 +431,39 @@ def test_targets_that_a_script_counted_otherwise_are_refused():
     )
     assert run_warm(with_items, 2, {}, "wrong") == [said] * 2
     assert run_warm(with_items, 2, IN_STAGES, "wrong") == [said] * 2
+
+
+def test_a_first_tensor_that_all_samples_share_is_named():
+    batch = {"positions": torch.zeros(1, 5), "x": torch.zeros(4, 5)}
+
+    with pytest.raises(ModelError) as error:
+        split_batch(batch, 2)
+
+    assert error.value.message == (
+        "parallel.accumulate: 2 micro-batches of a batch of 1 sample(s): the first tensor of the "
+        "batch has shape (1, 5), and another one has (4, 5)"
+    )
+    assert "put one with a row for each sample first" in error.value.hint
+
+
+def compiled_around():
+    rt = msrun.init()
+    model = torch.compile(rt.shard(nn.Linear(4, 3)))
+    optimizer = rt.optimizer(torch.optim.SGD(model.parameters(), lr=0.1))
+    with pytest.raises(msrun.UsageError) as error:
+        rt.step(model, optimizer, functional.cross_entropy, torch.ones(2, 4), torch.ones(2).long())
+    return error.value.message, error.value.hint
+
+
+@pytest.mark.filterwarnings("ignore:.*torch.jit:DeprecationWarning")  # torch's own, at the import
+def test_a_model_that_is_compiled_after_shard_is_told_what_compiles_it_in_place():
+    assert (
+        run_warm(compiled_around, 2)
+        == [
+            (
+                "OptimizedModule is not a model of rt.shard",
+                "pass what rt.shard returned; model.compile() compiles it in place",
+            )
+        ]
+        * 2
+    )
