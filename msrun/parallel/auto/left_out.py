@@ -17,8 +17,7 @@ LONG, _VECTORS = 1024, 3
 _EXPERT_DIMS = 3
 # Axis -> what a model that it cannot divide does not have.
 MISSING = {
-    EXPERT_AXIS: "no module has the weights of all experts in dim 0 of its parameters, or a list "
-    "of experts that get rows of their own",
+    EXPERT_AXIS: "no module has the weights of all experts in dim 0 of its parameters",
     CONTEXT_AXIS: f"no sequences of {LONG} tokens or more",
 }
 
