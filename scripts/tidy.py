@@ -69,7 +69,7 @@ WORD_OF = {
 FIELD_WORD_OF_MODULE = {
     "account": "cost_breakdown",
     "alike": "module_dedup",
-    "ask": "offline_search",
+    "ask": "offline/search",
     "carry": "redistribute",
     "draws": "dropout_rng",
     "kept": "saved_activations",

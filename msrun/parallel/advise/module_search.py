@@ -30,10 +30,10 @@ from msrun.parallel.advise.techniques import (
     techniques,
     traffic,
 )
-from msrun.parallel.auto import offline_search
 from msrun.parallel.auto.left_out import LONG, MISSING, expert_modules, long_sequences
 from msrun.parallel.auto.modules import run_by
-from msrun.parallel.auto.offline_search import SearchRequest
+from msrun.parallel.auto.offline import search as offline
+from msrun.parallel.auto.offline.search import SearchRequest
 from msrun.parallel.auto.tracing.structure import mapped
 from msrun.parallel.config import DATA_AXIS, TENSOR_AXIS, ParallelConfig
 from msrun.parallel.experts.outline import without_values
@@ -75,7 +75,7 @@ def search_model(
     def modules(model: nn.Module, sample: Sequence[Any]) -> WholeModules:
         return WholeModules(model, sample, ParallelConfig(), is_host=is_host)
 
-    return offline_search.search_model(request, clock=clock, report=report, modules=modules)
+    return offline.search_model(request, clock=clock, report=report, modules=modules)
 
 
 class _Priced(NamedTuple):

@@ -50,7 +50,7 @@ class _Shape(NamedTuple):
         return math.prod(self.sizes[:-1])
 
 
-class _Call(NamedTuple):
+class _ModuleCall(NamedTuple):
     """A call of a module of the mixture, other than its experts."""
 
     module: str
@@ -73,8 +73,8 @@ class Rehearsed(NamedTuple):
     tokens: _Shape
     arguments: tuple[Any, dict[str, Any]]
     rows: int
-    before: list[_Call]
-    after: list[_Call]
+    before: list[_ModuleCall]
+    after: list[_ModuleCall]
     output: Any
 
 
@@ -211,8 +211,8 @@ class _Rehearsing:
         self._depending = Depending()
         self._arguments: list[Any] = []
         self._rows: list[int] = []
-        self._before: list[_Call] = []
-        self._after: list[_Call] = []
+        self._before: list[_ModuleCall] = []
+        self._after: list[_ModuleCall] = []
 
     def rehearse(self, args: Sequence[Any], kwargs: Mapping[str, Any]) -> Rehearsed:
         """Return what a call shows, of whose tensors shapes alone are used.
@@ -251,7 +251,7 @@ class _Rehearsing:
         )
 
     def _note(self, name: str, call: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
-        noted = _Call(name, map_leaves(_shape, args), map_leaves(_shape, kwargs))
+        noted = _ModuleCall(name, map_leaves(_shape, args), map_leaves(_shape, kwargs))
         is_after = self._depending.has((args, kwargs))
         (self._after if is_after else self._before).append(noted)
         return call(*args, **kwargs)
@@ -301,7 +301,7 @@ class _Outline:
 
         return map_leaves(returned, self._rehearsed.output, _Shape)
 
-    def _called(self, call: _Call, rows: Tensor) -> Tensor:
+    def _called(self, call: _ModuleCall, rows: Tensor) -> Tensor:
         """Return the first tensor that a module returns."""
         module = self._mixture.get_submodule(call.module)
         made = partial(self._made, rows=rows)

@@ -20,7 +20,7 @@ from msrun.parallel.advise.estimate import Estimator
 from msrun.parallel.advise.module_search import search_model
 from msrun.parallel.advise.techniques import Technique
 from msrun.parallel.auto.left_out import MISSING
-from msrun.parallel.auto.offline_search import SearchRequest
+from msrun.parallel.auto.offline.search import SearchRequest
 from msrun.parallel.search.cost.topology import preset
 from msrun.parallel.torch_compat import as_plain_tensors
 

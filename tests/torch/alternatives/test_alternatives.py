@@ -11,7 +11,7 @@ from torch import nn
 from torch.nn import functional
 
 import msrun
-from msrun.parallel.auto.offline_search import SearchRequest, search_model
+from msrun.parallel.auto.offline.search import SearchRequest, search_model
 from msrun.parallel.auto.tracing.trace import trace
 from msrun.parallel.collectives import all_reduce
 from msrun.parallel.search.alternatives.chosen import AlternativeJob, Alternatives
