@@ -430,8 +430,9 @@ def _watched(
 
     with refusing_sequences_first(sharded.model(), watch), eagerly(), trace, watch:
         loss = _loss(run, tally, loss_fn, part, samples, is_planned=sharded.has_fixed_shapes)
-    is_known = has_samples_first(part, known)
-    tally.refuse_if(watch.read(loss.value, is_cut=parts > 1, is_known=is_known))
+    if not tally.has_refused:
+        is_known = has_samples_first(part, known)
+        tally.refuse_if(watch.read(loss.value, is_cut=parts > 1, is_known=is_known))
     return loss
 
 

@@ -31,7 +31,8 @@ def check_sums(terms: Sequence[Term]) -> None:
                 f"the loss is a function of {term.name} over a part of the batch, and may mean "
                 "a mean or a sum over the whole batch",
                 hint="return (sum, count) from the loss function; or divide the sum by the "
-                "samples or elements of the part, if it is a mean",
+                "samples or elements of the part, if it is a mean, and multiply what is summed, as "
+                "in (0.5 * x).sum(), if it is a sum",
             )
 
 

@@ -15,7 +15,7 @@ A shift by few rows is left alone: in batches with the sequence first, targets a
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Collection, Mapping, Sequence
 from typing import Any, NamedTuple
 
 from torch import Tensor
@@ -221,3 +221,33 @@ def _tensors(values: Sequence[Any]) -> list[Tensor]:
         items = value if isinstance(value, tuple | list) else (value,)
         found += [item for item in items if isinstance(item, Tensor)]
     return found
+
+
+def takes_by(
+    name: str,
+    args: Sequence[Any],
+    kwargs: Mapping[str, Any],
+    dims: Mapping[int, int | None],
+    places: Collection[int],
+) -> bool:
+    """Return whether a function takes samples by their `places`, the `id`s of tensors of these.
+
+    Args:
+        name: Of the function.
+        args: What it got.
+        kwargs: What it got by name.
+        dims: The dim of samples of tensors, by their `id`.
+        places: Tensors that have places in the batch.
+    """
+    x = args[0] if args else kwargs.get("input")
+    of_samples = dims.get(id(x))
+    if of_samples is None or not isinstance(x, Tensor):
+        return False
+    if name == "__getitem__":
+        items = args[1] if isinstance(args[1], tuple) else (args[1],)
+        is_plain = all(item is not None and item is not ... for item in items[:of_samples])
+        return is_plain and len(items) > of_samples and id(items[of_samples]) in places
+    if name not in ("index_select", "gather"):
+        return False
+    dim, index = (*args[1:], kwargs.get("dim", kwargs.get("index")), kwargs.get("index"))[:2]
+    return isinstance(dim, int) and dim % x.dim() == of_samples and id(index) in places

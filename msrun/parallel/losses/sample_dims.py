@@ -60,10 +60,12 @@ class Mixture(NamedTuple):
     Args:
         name: Of what it is, with its line.
         hint: What to do, if that is special.
+        of_parts: Whether only micro-batches mix them, and not the batches of ranks.
     """
 
     name: str
     hint: str = ""
+    of_parts: bool = False
 
 
 class Known(NamedTuple):
@@ -467,7 +469,7 @@ def _rules() -> dict[str, Rule]:
     add(_of_samples, "instance_norm batch_norm adaptive_avg_pool1d max_pool1d avg_pool1d")
     add(_attention, "scaled_dot_product_attention")
     add(_own, "embedding one_hot")
-    add(_matmul, "matmul mm bmm __matmul__ __rmatmul__")
+    add(_matmul, "matmul mm bmm __matmul__ __rmatmul__ _sparse_mm")
     add(_loss, "cross_entropy mse_loss l1_loss smooth_l1_loss huber_loss kl_div")
     add(_loss, "binary_cross_entropy binary_cross_entropy_with_logits gaussian_nll_loss")
     add(_chosen, "diagonal triu tril trace diag")

@@ -6,7 +6,9 @@ first forward pass and loss of a model, and follows the dim of samples by the ru
 `sample_dims`.  Later steps do without it.  A stage of a pipeline sees a part of the forward; there
 it is active while the whole one is recorded, and the last stage gets what is `known` of outputs.
 
-Samples that are taken by their position, such as `x[:k]`, are followed by `rows`.
+Samples that are taken by their position, such as `x[:k]`, are followed by `rows`.  So are integers
+of the batch that micro-batches do not cut, such as the edges of a graph: they are places in the
+whole batch, and no micro-batch may take its samples by them.
 
 What it finds counts only if the loss depends on it, which the graph of autograd says; so metrics
 and buffers may mix samples.  Micro-batches cut dim 0 of the batch, so there a mixture is refused.
@@ -39,7 +41,7 @@ from msrun.parallel.losses.pairs.input_pairs import (
     outcome_of,
     shown_input,
 )
-from msrun.parallel.losses.rows import RowsWatch
+from msrun.parallel.losses.rows import RowsWatch, takes_by
 from msrun.parallel.losses.sample_dims import (
     PROPERTIES,
     Known,
@@ -51,8 +53,9 @@ from msrun.parallel.losses.sample_dims import (
 from msrun.parallel.losses.torch_calls import script_line
 from msrun.parallel.torch_compat import passes_straight, write_count
 
-# Attributes of tensors: the number of the watch, how often it was written, and what is known.
-_MARK, _MIXTURE = "msrun_samples", "msrun_mixture"
+# Attributes of tensors: the number of the watch, how often it was written, and what is known; and
+# of integers that every micro-batch gets whole, or what is computed from these.
+_MARK, _MIXTURE, _WHOLE = "msrun_samples", "msrun_mixture", "msrun_whole"
 _watches = watch_numbers()
 # Nodes of functions that return what they get: of `fully_shard`, and of torch's reducer.
 _PASSING = frozenset(["RegisterPostBackwardFunctionBackward", "_DDPSinkBackward"])
@@ -104,6 +107,8 @@ class SampleWatch(TorchFunctionMode):
         for tensor, name in itertools.zip_longest(tensors_in(batch), names):
             if name != "" and tensor.dim() > dim and tensor.shape[dim] == samples:
                 self._leave(tensor, Mark(dim, inputs=(shown_input(name, tensor),) if name else ()))
+            elif tensor.dim():
+                self._leave_whole([tensor])
 
     def __torch_function__(
         self,
@@ -126,9 +131,15 @@ class SampleWatch(TorchFunctionMode):
             raise
         if marks or self._rows.has_cut:
             self._follow(func, args, kwargs, result, marks)
-        if not (marks or mixture):
+        wholes = {id(tensor) for tensor in given if self._is_whole(tensor)}
+        if not (marks or mixture or wholes):
             return result
         results = list(_tensors((result,)))
+        dims = {number: mark.dim for number, mark in marks.items()}
+        if wholes and takes_by(_name(func), args, kwargs, dims, wholes):
+            mixture = mixture or Mixture(f"samples by their position{script_line()}", of_parts=True)
+        elif wholes and not marks:
+            self._leave_whole(results)
         if results and args and results[0] is args[0] and id(args[0]) not in marks:
             return result  # a buffer that takes statistics
         for tensor in results:
@@ -215,6 +226,14 @@ class SampleWatch(TorchFunctionMode):
         if tensor.grad_fn:
             _metadata(tensor.grad_fn)[_MARK, tensor.output_nr] = noted
 
+    def _leave_whole(self, tensors: Iterable[Tensor]) -> None:
+        for tensor in tensors:
+            if not (tensor.is_inference() or tensor.is_floating_point() or tensor.is_complex()):
+                setattr(tensor, _WHOLE, self._number)
+
+    def _is_whole(self, tensor: Tensor) -> bool:
+        return getattr(tensor, _WHOLE, None) == self._number
+
     def _mark(self, tensor: Tensor) -> Mark | None:
         if isinstance(tensor, Parameter) or tensor.is_inference():
             return None
@@ -262,6 +281,7 @@ class SampleWatch(TorchFunctionMode):
             is_known: Whether it has, as a loader knows how many there are.
         """
         found, self._found = self._found, []
+        found = [(mixture, node) for mixture, node in found if is_cut or not mixture.of_parts]
         nodes = graph_of(loss) if found else set()
         by_position = self._by_position(loss)
         is_cut = is_cut or bool(is_known and by_position)

@@ -38,7 +38,7 @@ from msrun.errors import ConfigError, DividedModelError, ModelError, PeerRankErr
 from msrun.parallel.exchange import messages
 from msrun.parallel.exchange.host_copy import HostCopy
 from msrun.parallel.local import full_tensor, is_sharded, local_gradient
-from msrun.parallel.losses.terms import Kind, PartLoss, Term, count_type
+from msrun.parallel.losses.terms import Kind, PartLoss, Term, count_type, one_number
 from msrun.parallel.losses.watch import LossWatch
 from msrun.parallel.torch_compat import eagerly
 
@@ -156,30 +156,26 @@ class LossTally:
             loss = compute()
             if pair := self._pair(loss):
                 return pair
-            return PartLoss(kind="plain", value=full_tensor(self._number(loss)))
+            return PartLoss(kind="plain", value=full_tensor(one_number(loss, self.device)))
         watch = LossWatch(samples, data, inputs)
         with eagerly(), watch:  # a compiled function calls no function that could be seen
             loss = compute()
-        return self._pair(loss) or watch.read(self._number(loss))
+        return self._pair(loss) or self._read(watch, one_number(loss, self.device))
 
-    def _number(self, loss: Any, name: str = "loss") -> Tensor:
-        """Return `loss` itself, if it is one number on the device of the model."""
-        if not isinstance(loss, Tensor):
-            raise ModelError(
-                f"the {name} is {type(loss).__name__}, and must be a tensor of one number",
-                hint="return the mean loss of the samples, or (sum, count)",
-            )
-        if loss.numel() != 1:
-            raise ModelError(
-                f"the {name} has shape {tuple(loss.shape)}, and must be one number",
-                hint="return the mean of it: loss.mean()",
-            )
-        if loss.device.type != self._ranks.device.type:
-            raise ModelError(
-                f"the {name} is on {loss.device.type}, and the model on {self._ranks.device.type}",
-                hint="compute it from the output of the model, without .cpu()",
-            )
-        return loss
+    def _read(self, watch: LossWatch, loss: Tensor) -> PartLoss:
+        """Return what is known of a loss; ranks whose numbers differ refuse it together.
+
+        A sum divided by a number is a mean where that is the number of samples, which it may be
+        on one rank and not on another.
+        """
+        try:
+            return watch.read(loss)
+        except ModelError as error:
+            is_read = not self._is_plain or loss.device.type == "cpu"  # by all in `finish`
+            if self._ranks.group is None or self._pipeline is not None or not is_read:
+                raise
+            self.refuse(error)
+            return PartLoss(kind="plain", value=full_tensor(loss))
 
     def _pair(self, loss: Any) -> PartLoss | None:
         """Return a loss that the script returned as its sum and count; None if it did not."""
@@ -195,7 +191,7 @@ class LossTally:
             count = torch.full((), count, dtype=self.numbers.dtype, device=self.numbers.device)
         else:
             raise ModelError(f"the count of the loss is {type(count).__name__}, and not a number")
-        total = full_tensor(self._number(total, "sum of the loss"))
+        total = full_tensor(one_number(total, self.device, "sum of the loss"))
         return PartLoss(kind="counted", value=total, count=count)
 
     def add(self, loss: PartLoss, samples: int) -> None:

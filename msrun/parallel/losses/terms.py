@@ -4,11 +4,12 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import dataclass, field
-from typing import Literal
+from typing import Any, Literal
 
 import torch
 from torch import Tensor
 
+from msrun.errors import ModelError
 from msrun.parallel.losses.mixing import Columns
 
 Kind = Literal["plain", "counted", "summed", "linear"]
@@ -104,3 +105,32 @@ class PartLoss:
 def count_type(device: torch.device) -> torch.dtype:
     """Return the type in which counts are added; HCCL has no float64."""
     return torch.float64 if device.type in ("cpu", "cuda") else torch.float32
+
+
+def one_number(loss: Any, device: torch.device, name: str = "loss") -> Tensor:
+    """Return `loss` itself, if it is one number on the device of the model.
+
+    Args:
+        loss: What the script returned.
+        device: Of the model.
+        name: Of the loss, for messages.
+
+    Raises:
+        ModelError: It is not.
+    """
+    if not isinstance(loss, Tensor):
+        raise ModelError(
+            f"the {name} is {type(loss).__name__}, and must be a tensor of one number",
+            hint="return the mean loss of the samples, or (sum, count)",
+        )
+    if loss.numel() != 1:
+        raise ModelError(
+            f"the {name} has shape {tuple(loss.shape)}, and must be one number",
+            hint="return the mean of it: loss.mean()",
+        )
+    if loss.device.type != device.type:
+        raise ModelError(
+            f"the {name} is on {loss.device.type}, and the model on {device.type}",
+            hint="compute it from the output of the model, without .cpu()",
+        )
+    return loss

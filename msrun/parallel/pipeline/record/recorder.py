@@ -43,16 +43,9 @@ from msrun.parallel.torch_compat import is_fake, reads_values, with_values, writ
 _TORCH = Path(torch.__file__).parent
 _OURS = Path(__file__).parents[3]
 
-# Written in source as they are.
+# Written in source as they are; not so what is of a subclass, such as a number of numpy.
+_WRITTEN = frozenset([bool, int, float, complex, str, bytes, type(None), type(...)])
 _PLAIN = (
-    bool,
-    int,
-    float,
-    complex,
-    str,
-    bytes,
-    type(None),
-    type(...),
     torch.dtype,
     torch.device,
     torch.layout,
@@ -74,6 +67,13 @@ _READS = {
     "numpy",
     "tolist",
 }
+
+
+def _values() -> tuple[type, ...]:
+    """Return the types of values that do not change, and may be of a class of their own."""
+    numpy = sys.modules.get("numpy")
+    return (int, float, complex, str, bytes, *([numpy.generic] if numpy else []))
+
 
 # Methods that call themselves otherwise, such as `__pow__`: a graph finds no function of that name.
 _RENAMED: dict[Any, str] = {
@@ -328,8 +328,10 @@ class ForwardRecorder(TorchFunctionMode):
         """Return `value` as an argument of a step."""
         if isinstance(value, Tensor):
             result: Any = self._node_of(value)
-        elif isinstance(value, _PLAIN) and not isinstance(value, Enum):
+        elif type(value) in _WRITTEN or isinstance(value, _PLAIN):
             result = value
+        elif isinstance(value, _values()):
+            result = self._free("call_function", Held(value), ())
         elif isinstance(value, slice):
             parts = (value.start, value.stop, value.step)
             result = slice(*(self._argument(part, receiver) for part in parts))
