@@ -32,10 +32,10 @@ _NOTES = """
   `labels` or prefixes, SpeechT5, LLaVA and PatchTST return the loss that transformers computes.
   Those with `labels` or prefixes have their default cache, and a mask where they read texts.
 - Cells were run on 23 November 2026 with torch 2.13, transformers 5.23, timm 1.0, diffusers 0.42
-  and peft 0.21. On that day and the next `scripts/verify_models.py` trained 449 cells under
-  `verify: first_step`: all 216 of `zoo_strangers.py`, and 233 of the other 651, with each model and
-  each column among them. 435 equal one process and 14 are refused as in the table; none differs,
-  and none could not be verified.
+  and peft 0.21. On that day and the next `scripts/verify_models.py` trained cells under `verify:
+  first_step`, in two runs with each column: first 449, all 216 of `zoo_strangers.py` and 233 of the
+  other 651 (435 equal one process, 14 are refused); then 440 of those 651 (426 equal, 14 refused).
+  Refusals are those of the table; none differs, and none could not be verified.
   `tests/torch/models/test_other_families.py` has families that are not in the table.
 """
 
