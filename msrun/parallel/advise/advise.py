@@ -21,7 +21,7 @@ from msrun.parallel.advise.techniques import (
     techniques,
 )
 from msrun.parallel.advise.whole_models import whole_models
-from msrun.parallel.auto.offline.model import make
+from msrun.parallel.auto.offline_model import make
 from msrun.parallel.auto.outlines import outline_of
 from msrun.parallel.auto.tracing.structure import leaf_tensors
 from msrun.parallel.search.cost.topology import Topology

@@ -36,7 +36,7 @@ from msrun.parallel.advise.techniques import (
     traffic,
 )
 from msrun.parallel.auto.left_out import expert_modules, long_sequences
-from msrun.parallel.auto.offline.model import resized
+from msrun.parallel.auto.offline_model import resized
 from msrun.parallel.auto.tracing.structure import leaf_tensors
 from msrun.parallel.config import Optimizer, ParallelConfig, Recompute
 from msrun.parallel.data_parallel.zero import units

@@ -16,7 +16,7 @@ from torch import Tensor, nn
 
 from msrun.errors import ModelError
 from msrun.parallel.advise.simulate import LiveBytes, loss_of
-from msrun.parallel.auto.offline.model import resized
+from msrun.parallel.auto.offline_model import resized
 from msrun.parallel.auto.tracing.structure import leaf_tensors
 from msrun.parallel.config import Pipeline
 from msrun.parallel.layers import recompute

@@ -16,7 +16,7 @@ from torch import nn
 
 from msrun.errors import UsageError
 from msrun.parallel.advise.techniques import GRIDS, IMAGES, Technique
-from msrun.parallel.auto.offline.model import SIZES, resized
+from msrun.parallel.auto.offline_model import SIZES, resized
 from msrun.parallel.auto.tracing.calls import positional
 from msrun.parallel.auto.tracing.trace import Traced, trace
 from msrun.parallel.config import DATA_AXIS

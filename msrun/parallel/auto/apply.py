@@ -31,7 +31,7 @@ from msrun.parallel.auto.left_out import has_modules
 from msrun.parallel.auto.modules import faster, names_modules, run_by
 from msrun.parallel.auto.named_modules import beside, topology_of
 from msrun.parallel.auto.native import configuration, return_means
-from msrun.parallel.auto.offline.model import SIZES, resized
+from msrun.parallel.auto.offline_model import SIZES, resized
 from msrun.parallel.auto.outlines import find_technique, outline_of
 from msrun.parallel.auto.pipeline_executor import PlannedModel, slices
 from msrun.parallel.auto.plan_file import microbatches_of, read_saved

@@ -10,7 +10,7 @@ from torch import nn
 from msrun.errors import ConfigError, UsageError
 from msrun.parallel.auto.agreed import PlanBroadcast
 from msrun.parallel.auto.modules import faster, mesh_of, only
-from msrun.parallel.auto.offline.model import resized
+from msrun.parallel.auto.offline_model import resized
 from msrun.parallel.auto.tracing.trace import trace
 from msrun.parallel.config import ROOT, ParallelConfig
 from msrun.parallel.rank_context import Rank, RankContext

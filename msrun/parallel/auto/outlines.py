@@ -19,7 +19,7 @@ from msrun.errors import ConfigError, ModelError
 from msrun.parallel.auto.agreed import PlanBroadcast, agreed
 from msrun.parallel.auto.modules import mesh_of, only
 from msrun.parallel.auto.named_modules import topology_of
-from msrun.parallel.auto.offline.model import SIZES, resized
+from msrun.parallel.auto.offline_model import SIZES, resized
 from msrun.parallel.auto.plan_file import read_saved
 from msrun.parallel.auto.tracing.structure import mapped
 from msrun.parallel.auto.tracing.trace import Traced, trace

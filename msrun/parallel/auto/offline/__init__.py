@@ -1,1 +1,1 @@
-"""The search of `msrun search`: a model without a job, its samples, and who asks."""
+"""The search of `msrun search`, for a model without a job."""

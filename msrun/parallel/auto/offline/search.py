@@ -13,8 +13,8 @@ from torch import nn
 
 from msrun.errors import ModelError, UsageError
 from msrun.parallel.auto.alternatives import saved_beside
-from msrun.parallel.auto.offline.model import SIZES, batch_of, make, resized
 from msrun.parallel.auto.offline.modules import with_modules
+from msrun.parallel.auto.offline_model import SIZES, batch_of, make, resized
 from msrun.parallel.auto.outlines import outline_of, refused, trace_outline
 from msrun.parallel.auto.tracing.calls import positional
 from msrun.parallel.auto.tracing.trace import Traced, trace
