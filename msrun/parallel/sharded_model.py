@@ -388,6 +388,7 @@ class ShardedModel:
         """Have data-parallel ranks compare what the model decides in a plain loop."""
         samples = context.of_samples
         is_ours = config.mode != "manual" and config.batch_norm != "local"
+        is_ours &= self.replicas is None or self.replicas.has_turns
         if is_ours and not self.has_fixed_shapes and samples.layout.size(DATA_AXIS) > 1:
             group = samples.group(DATA_AXIS)
             self.decisions.watch_calls(self.model(), group, context.device)

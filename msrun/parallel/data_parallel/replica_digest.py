@@ -74,6 +74,7 @@ class ReplicaDigest:
     Attributes:
         outside: Parameters of the script that data-parallel ranks train, too.
         has_compared: Whether ranks have compared replicas.
+        has_turns: Whether ranks wait for each other in each step.
     """
 
     has_compared = False
@@ -102,7 +103,7 @@ class ReplicaDigest:
         if context.layout.ep:  # so do experts
             self._axes |= {EXPERT_COPIES: DATA_AXIS, EXPERT_AXIS: DATA_AXIS}
         # Ranks whose servers have every parameter wait for nobody: a checkpoint alone compares.
-        self._has_turns = not (config.servers and config.servers.staleness) or any(
+        self.has_turns = not (config.servers and config.servers.staleness) or any(
             name not in excluded for name, _ in model.named_parameters()
         )
         saves = config.checkpoint.every if config.checkpoint else 0
@@ -121,7 +122,7 @@ class ReplicaDigest:
         Raises:
             RanksDisagreeError: Replicas differ.
         """
-        if not self._has_turns:
+        if not self.has_turns:
             return
         self._steps += 1
         if self._steps in _FIRST_STEPS or any(self._steps % every == 0 for every in self._every):

@@ -90,13 +90,14 @@ def plain_step(_, model, update, loss_fn, x, target):
 
 def train(config, step_of=None):
     """Train this rank's part beside one process, and return what differs."""
+    found_alone = train_alone()
     rt = msrun.init(config)
     step_of = step_of or (lambda rt, *args: rt.step(*args))
     share, count = rt.coordinate.get("dp", 0), rt.layout.axes.get("dp", 1)
     model = rt.shard(build(), sample=[next(batches())[0].chunk(count)[share]])
     update = rt.optimizer(update_of(model.parameters()))
     wrong = []
-    for step, ((x, target), alone) in enumerate(zip(batches(), train_alone(), strict=True)):
+    for step, ((x, target), alone) in enumerate(zip(batches(), found_alone, strict=True)):
         part = x.chunk(count)[share], target.chunk(count)[share]
         step_of(rt, model, update, loss_fn, *part)
         for name, param in model.named_parameters():
