@@ -390,8 +390,7 @@ class ShardedModel:
         is_ours = config.mode != "manual" and config.batch_norm != "local"
         is_ours &= self.replicas is None or self.replicas.has_turns
         if is_ours and not self.has_fixed_shapes and samples.layout.size(DATA_AXIS) > 1:
-            group = samples.group(DATA_AXIS)
-            self.decisions.watch_calls(self.model(), group, context.device)
+            self.decisions.watch_calls(self.model(), samples.group(DATA_AXIS), context.device)
 
     def compare_replicas(self) -> None:
         """Refuse replicas that differ between ranks; all ranks call it.
