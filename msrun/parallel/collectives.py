@@ -32,7 +32,7 @@ from msrun.errors import ModelError, UsageError
 from msrun.parallel.axes import axis_group
 from msrun.parallel.config import DATA_AXIS, ROOT
 from msrun.parallel.local import is_sharded
-from msrun.parallel.losses.watch import whole
+from msrun.parallel.losses.linked_terms import whole
 from msrun.parallel.rank_context import RankContext
 from msrun.parallel.torch_compat import functional_collective
 

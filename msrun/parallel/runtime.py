@@ -72,6 +72,7 @@ if TYPE_CHECKING:
     from msrun.parallel.foreach.plain_steps import PlainSteps
     from msrun.parallel.layers.precision import LossScale
     from msrun.parallel.losses.metrics import StepMetrics
+    from msrun.parallel.losses.plain_losses import PlainLosses
     from msrun.parallel.servers.remote import RemoteParameters
     from msrun.parallel.sharded_model import KnownOptimizers, ShardedModel
     from msrun.parallel.step import LossFunction
@@ -136,6 +137,7 @@ class Runtime:
         self._verifiers: list[Verifier] = []
         self._wrappers: RemovableHandle | None = None
         self._plain_steps: PlainSteps | None = None
+        self._plain_losses: PlainLosses | None = None
         self.loss_scale: LossScale | None = None
         if config.precision == "fp16":
             from msrun.parallel.layers.precision import LossScale
@@ -308,13 +310,17 @@ class Runtime:
     def _note(self, model: nn.Module, state: ShardedModel) -> None:
         """Keep the state of a model, whose steps compare batches if ranks share samples."""
         from msrun.parallel.losses.equal_batches import EqualBatches
+        from msrun.parallel.losses.plain_loop import watch_plain_loop
+        from msrun.parallel.losses.plain_losses import PlainLosses
 
         self._models[model] = state
         if self.world_size > 1:
             state.batches = EqualBatches(self.config, self.context)
             if not state.is_pipeline:
                 state.batches.watch(model)
-                state.watch_decisions(self.config, self.context)
+                self._plain_losses = losses = self._plain_losses or PlainLosses()
+                watch = losses, self.config, self.context
+                state.plain_loop = watch_plain_loop(model, state, *watch)
 
     def _refuse_wrappers(self, model: nn.Module) -> None:
         """Refuse modules of others that reduce gradients, in `model` now and around it later.

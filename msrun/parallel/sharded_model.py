@@ -13,7 +13,7 @@ from torch import nn
 from torch.nn import Parameter
 
 from msrun.errors import ModelError
-from msrun.parallel.config import DATA_AXIS, ROOT, ParallelConfig
+from msrun.parallel.config import ROOT, ParallelConfig
 from msrun.parallel.foreach.global_hooks import check_global_hooks
 from msrun.parallel.foreach.step_hooks import before_step
 from msrun.parallel.foreach.whole_values import give_gradient
@@ -36,9 +36,9 @@ if TYPE_CHECKING:
     from msrun.parallel.host.activations import Activations
     from msrun.parallel.host.overlapped_step import OverlappedStep
     from msrun.parallel.losses.equal_batches import EqualBatches
+    from msrun.parallel.losses.plain_loop import PlainLoop
     from msrun.parallel.losses.sample_dims import Known
     from msrun.parallel.pipeline.model import PipelineModel
-    from msrun.parallel.rank_context import RankContext
     from msrun.parallel.servers.remote import RemoteParameters
     from msrun.parallel.summands.late import LateSums
     from msrun.parallel.weights.origin import Origin
@@ -211,6 +211,7 @@ class ShardedModel:
         origin: Names and library of the model before `shard`.
         remote: Parameters that live on servers; None without.
         late: Takes summands of gradients in a step; None without an operator plan.
+        plain_loop: What ranks compare of a plain loop; None where they have nothing to compare.
     """
 
     verifier: _Verifier | None = None
@@ -224,6 +225,7 @@ class ShardedModel:
     host_step: OverlappedStep | None = None
     known: Sequence[Known] = ()
     late: LateSums | None = None
+    plain_loop: PlainLoop | None = None
 
     def __init__(
         self,
@@ -333,6 +335,8 @@ class ShardedModel:
             contexts.append(self.order.compared_later)
         if looks or self.decisions.lines:  # what is watched must be seen
             contexts.append(self.uncompiled)
+        if self.plain_loop:
+            self.plain_loop.leave()
         if self.batches:
             contexts.append(self.batches.in_step)
         if self.late:
@@ -384,14 +388,6 @@ class ShardedModel:
         self._optimizers[optimizer] = count
         self.watch(optimizer)
 
-    def watch_decisions(self, config: ParallelConfig, context: RankContext) -> None:
-        """Have data-parallel ranks compare what the model decides in a plain loop."""
-        samples = context.of_samples
-        is_ours = config.mode != "manual" and config.batch_norm != "local"
-        is_ours &= self.replicas is None or self.replicas.has_turns
-        if is_ours and not self.has_fixed_shapes and samples.layout.size(DATA_AXIS) > 1:
-            self.decisions.watch_calls(self.model(), samples.group(DATA_AXIS), context.device)
-
     def compare_replicas(self) -> None:
         """Refuse replicas that differ between ranks; all ranks call it.
 
@@ -415,7 +411,8 @@ class ShardedModel:
         for memory in self._divided:
             give_gradient(memory.param)
         replicas.count_step()
-        self.decisions.settle_calls()
+        if self.plain_loop:
+            self.plain_loop.settle()
         self._check_data()
         if self.order and (model := self._model()) is not None:
             if not self._gathering:

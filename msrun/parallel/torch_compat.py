@@ -771,6 +771,28 @@ def without_mode(mode: TorchFunctionMode) -> Iterator[None]:
         _replace_modes(modes)
 
 
+def add_mode_below(mode: TorchFunctionMode) -> None:
+    """Have functions pass through `mode` behind all modes that are on, until `remove_mode`.
+
+    Code around ends the modes that it began, whatever is added in between: it takes the top one.
+    The mode of `torch.set_default_device` insists on being the last of all.
+    """
+    from torch import overrides
+
+    modes = overrides._get_current_function_mode_stack()  # noqa: SLF001 - there is no public form
+    at = sum("old_device" in vars(active) for active in modes[:1])
+    _replace_modes([*modes[:at], mode, *modes[at:]])
+
+
+def remove_mode(mode: TorchFunctionMode) -> None:
+    """Have functions pass through `mode` no more, wherever it is among those that are on."""
+    from torch import overrides
+
+    modes = overrides._get_current_function_mode_stack()  # noqa: SLF001 - there is no public form
+    if any(active is mode for active in modes):
+        _replace_modes([active for active in modes if active is not mode])
+
+
 def compiled_whole(
     forward: Callable[..., Any], mode: str, look: Callable[[Any], None]
 ) -> Callable[..., Any]:

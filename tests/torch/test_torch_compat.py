@@ -31,6 +31,7 @@ from torch.utils.checkpoint import checkpoint
 from msrun.parallel import torch_compat
 from msrun.parallel.torch_compat import (
     ShardSpecs,
+    add_mode_below,
     after_backward,
     as_plain_tensors,
     before_gathers,
@@ -72,6 +73,7 @@ from msrun.parallel.torch_compat import (
     keeps_off_compiler,
     local_tensor,
     mapped,
+    modes,
     move_shards_by_all_to_all,
     never_compile,
     note_step,
@@ -83,6 +85,7 @@ from msrun.parallel.torch_compat import (
     passes_straight,
     reduce_sharded,
     registered_hooks,
+    remove_mode,
     replace_element_methods,
     replace_list_functions,
     replace_tensors,
@@ -341,6 +344,24 @@ def test_one_mode_of_several_is_left():
     assert one.count > 0
     with without_mode(one):  # that is not on
         torch.ones(1).add(1)
+
+
+def test_a_mode_below_others_outlives_them():
+    one, other = Seen(), Seen()
+    torch.set_default_device("cpu")
+    try:
+        with torch.device("cpu"), other:
+            add_mode_below(one)
+            torch.ones(1).add(1)
+        assert one.count == other.count > 0
+        torch.ones(1).add(1)
+        assert one.count > other.count
+    finally:
+        torch.set_default_device(None)  # fails if its mode is not the last one
+        assert modes()[0] == [one]
+        remove_mode(one)
+    remove_mode(one)  # that is not on
+    assert modes()[0] == []
 
 
 @pytest.mark.slow

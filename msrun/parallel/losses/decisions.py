@@ -112,6 +112,7 @@ class Decisions:
     Attributes:
         lines: Of the script, which decide; each with whether it is a guard.  All ranks have the
             same from the end of the first step on.
+        is_in_step: Whether calls of the model are those of a step, and not of a plain loop.
         trace: Of the first micro-batch of the first step, until the second begins.
     """
 
@@ -125,7 +126,7 @@ class Decisions:
         self._counts: Counter[str] = Counter()  # answers of each line in this part
         # Whether answers of this step are compared, and whether a part of it runs.
         self._is_followed = self._is_running = False
-        self._is_step = self._is_traced = False
+        self.is_in_step = self._is_traced = False
         self._has_calls = False  # whose answers are not compared yet
         self._warned: set[str] = set()
         self._calls: list[contextlib.ExitStack] = []
@@ -152,11 +153,11 @@ class Decisions:
     @contextlib.contextmanager
     def in_step(self) -> Iterator[None]:
         """Let calls of the model inside be those of a step, and not of a plain loop."""
-        self._is_step = True
+        self.is_in_step = True
         try:
             yield
         finally:
-            self._is_step = False
+            self.is_in_step = False
 
     @contextlib.contextmanager
     def in_part(self, *, is_traced: bool = False) -> Iterator[None]:
@@ -183,7 +184,7 @@ class Decisions:
         def begin_call(own: nn.Module, args: tuple[Any, ...], kwargs: Mapping[str, Any]) -> None:
             self._calls.append(stack := contextlib.ExitStack())
             # A copy has the same hooks, and may be called on one rank.
-            if not self._is_step and trains(own) and own is watched():
+            if not self.is_in_step and trains(own) and own is watched():
                 self._group, self._device, self._parts = group, device, 1
                 self._begin_call(stack, tensors_in([args, kwargs]))
 
@@ -208,7 +209,7 @@ class Decisions:
     def _end_call(self, *_: Any) -> None:
         if self._calls:  # else a hook before ours raised
             self._calls.pop().close()
-            self._is_running = self._is_step
+            self._is_running = self.is_in_step
 
     @contextlib.contextmanager
     def _watched(self) -> Iterator[None]:

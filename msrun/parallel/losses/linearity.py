@@ -46,15 +46,14 @@ def check_columns(loss: Tensor, terms: Sequence[Term]) -> None:
         _check_linear(loss, [term.total for term in means], means)
 
 
-def slopes_by(loss: Tensor, means: Sequence[Term]) -> dict[Term, Tensor]:
-    """Return the means that `loss` depends on, and its derivatives by them; it must be linear.
+def slopes_by(loss: Tensor, terms: Sequence[Term]) -> dict[Term, Tensor]:
+    """Return the terms that `loss` depends on, and its derivatives by them; it must be linear.
 
     Others were used for something else, such as a gradient that the script took of them, and have
-    no graph any more.  The gradient stops at the means, so this does not go through the model.
+    no graph any more.  The gradient stops at the terms, so this does not go through the model.
     """
-    inputs = [term.mean for term in means if term.mean is not None]
-    slopes = _check_linear(loss, inputs, means)
-    pairs = zip(means, slopes, strict=True)
+    slopes = _check_linear(loss, [term.value for term in terms], terms)
+    pairs = zip(terms, slopes, strict=True)
     return {term: slope.detach() for term, slope in pairs if slope is not None}
 
 

@@ -46,8 +46,9 @@ class Term:
         mean: `total / count`, or 0 without anything that counts; None for a sum.
         limit: What the script does to the divisor.
         is_opaque: Whether `total` is no sum, and so does not add up over parts.
-        elements: Elements of which a sum is one; 0 if not known.
-        is_scaled: Whether the sum was multiplied or divided by a number.
+        elements: Elements of which it is a sum or mean; 0 if not known.
+        is_scaled: Whether the sum was multiplied or divided by numbers.
+        factor: The product of these.
         is_by_hand: Whether that made it a mean, by its elements or samples.
         columns: What it is of each column of samples, where it is no number; see `mixing`.
         has_pairs: Whether it has a value for each pair of samples.
@@ -62,10 +63,16 @@ class Term:
     is_opaque: bool = False
     elements: int = 0
     is_scaled: bool = False
+    factor: float = 1.0
     is_by_hand: bool = False
     columns: Columns = ""
     has_pairs: bool = False
     hint: str = ""
+
+    @property
+    def value(self) -> Tensor:
+        """The mean, or the sum without one."""
+        return self.total if self.mean is None else self.mean
 
     @property
     def is_sum(self) -> bool:

@@ -29,16 +29,20 @@ from typing import Any
 
 import torch
 from torch import Tensor
-from torch.nn import Parameter
-from torch.overrides import TorchFunctionMode
 
 from msrun.errors import ModelError
 from msrun.parallel.local import full_tensor
 from msrun.parallel.losses import torch_calls
 from msrun.parallel.losses.batch import tensors_in
 from msrun.parallel.losses.linearity import check_columns, check_sums, of_part, slopes_by
+from msrun.parallel.losses.linked_terms import (
+    NOTHING,
+    OF_WEIGHTS,
+    ONLY_BATCH,
+    RANGE,
+    LinkedTerms,
+)
 from msrun.parallel.losses.mixing import Columns, columns, has_pairs, moves_samples, scattered
-from msrun.parallel.losses.notes import watch_numbers
 from msrun.parallel.losses.own_gradients import BatchRows, is_gradient, is_pure_sum, is_sign
 from msrun.parallel.losses.rows import RowsWatch
 from msrun.parallel.losses.terms import (
@@ -57,22 +61,11 @@ from msrun.parallel.losses.torch_losses import (
     count_targets,
     reduction_of,
 )
-from msrun.parallel.torch_compat import write_count
 
-# Attributes of tensors, since a table of tensors would keep them all in memory: the term that a
-# tensor is the value of, what it was computed from, and whether it counts 0, 1, 2, ...  The first
-# two are numbers of terms, beside that of the watch: tensors may outlive it.
-_TERM, _SOURCES, _RANGE = "msrun_term", "msrun_sources", "msrun_range"
-_ORDER = "msrun_order"  # a permutation
-# The number of the watch that saw a tensor computed from parameters alone.
-_OF_WEIGHTS = "msrun_of_weights"
-# The batch among the sources has no number of a term.
-_ONLY_BATCH = frozenset([-1])
-_NOTHING: frozenset[int] = frozenset()
-_watches = watch_numbers()
+_ORDER = "msrun_order"  # of a permutation
 
 
-class LossWatch(TorchFunctionMode):
+class LossWatch(LinkedTerms):
     """While it is active, functions that reduce to one number leave their sum and count.
 
     Args:
@@ -87,17 +80,14 @@ class LossWatch(TorchFunctionMode):
     def __init__(
         self, samples: int, data: Sequence[Tensor] | None = None, inputs: Sequence[Tensor] = ()
     ) -> None:
-        super().__init__()
+        super().__init__(takes_all=data is None)
         self._samples = samples
-        self._number = next(_watches)
-        self._terms: list[Term] = []
         self._deciding: Term | None = None
-        self._takes_all = data is None
         has_rows = all(len(x) == samples for x in data or () if x.dim())
         self._rows = RowsWatch(self._number, samples) if data and has_rows else None
         self._batch_rows = BatchRows(self._number, [*inputs, *(data or ())])
         for tensor in data or ():
-            self._link(tensor, _ONLY_BATCH)
+            self._link(tensor, ONLY_BATCH)
 
     def __torch_function__(
         self,
@@ -124,7 +114,7 @@ class LossWatch(TorchFunctionMode):
         """Return what `func` returns, or an equal tensor of which more is known."""
         name = getattr(func, "__name__", "")
         needs = self._needs_sources()
-        sources = self._sources(torch_calls.deciding(name, args, kwargs)) if needs else _NOTHING
+        sources = self._sources(torch_calls.deciding(name, args, kwargs)) if needs else NOTHING
         if func in LOSSES:
             return self._loss(func, args, kwargs, sources)
         sums = self._sums(name, args) if not kwargs else None  # before they are written
@@ -139,10 +129,10 @@ class LossWatch(TorchFunctionMode):
             return result
         if sums:
             term = sum_of(sums, full_tensor(result), columns="sum" if name == "stack" else "")
-            batch = _NOTHING if self._takes_all else _ONLY_BATCH
+            batch = NOTHING if self._takes_all else ONLY_BATCH
             self._leave(result, term, sources - {self._terms.index(own) for own in sums} | batch)
         elif self._takes_all and self._are_weights((*args, *kwargs.values())):
-            setattr(result, _OF_WEIGHTS, self._number)
+            setattr(result, OF_WEIGHTS, self._number)
         elif name in torch_calls.REDUCING and not result.dim():
             return self._reduced(name, result, args, kwargs, sources)
         else:
@@ -155,7 +145,7 @@ class LossWatch(TorchFunctionMode):
         """Return `result`, of which some functions say more."""
         torch_calls.note_zero(name, result, args)
         if name == "arange" and len(args) == 1:
-            setattr(result, _RANGE, True)
+            setattr(result, RANGE, True)
         if name == "randperm":
             setattr(result, _ORDER, True)
         if args and isinstance(args[0], Tensor) and result is not args[0]:
@@ -176,7 +166,7 @@ class LossWatch(TorchFunctionMode):
         pairs = [(value, self._own_term(value)) for value in values]
         terms = self._batch_rows.gradients(pairs, inputs, slopes, sources)
         sums = {self._terms.index(term) for _, term in pairs if term and is_pure_sum(term)}
-        batch = _NOTHING if self._takes_all else _ONLY_BATCH
+        batch = NOTHING if self._takes_all else ONLY_BATCH
         for x, slope, term in zip(inputs, slopes, terms, strict=True):
             if term is not None:
                 self._leave(term.total, term, sources)
@@ -247,7 +237,7 @@ class LossWatch(TorchFunctionMode):
 
     def _found(self, sources: frozenset[int]) -> None:
         """Note which terms decide how many elements there are, and by this what the loss is."""
-        for index in sources - _ONLY_BATCH:
+        for index in sources - ONLY_BATCH:
             if self._terms[index].has_pairs:
                 self._deciding = self._terms[index]
 
@@ -261,8 +251,8 @@ class LossWatch(TorchFunctionMode):
         """Return whether `tensor` is computed from the samples of the part."""
         return -1 in self._sources((tensor,))
 
-    def read(self, loss: Tensor) -> PartLoss:
-        """Return what the functions that were seen say about `loss`, one number.
+    def terms_of(self, loss: Tensor) -> list[Term]:
+        """Return what `loss`, one number, was computed from.
 
         Raises:
             ModelError: It depends on a number of the part that the batch has another of.
@@ -272,20 +262,32 @@ class LossWatch(TorchFunctionMode):
         if self._deciding:
             raise of_part(self._deciding.name)
         value = full_tensor(loss)
-        sources = self._sources((loss,)) - _ONLY_BATCH
+        terms = [self._terms[index] for index in sorted(self._sources((loss,)) - ONLY_BATCH)]
+        for term in terms:
+            if term.is_opaque:
+                raise of_part(term.name, term.hint)
+        check_columns(value, [term for term in terms if term.columns])
+        return terms
+
+    def read(self, loss: Tensor) -> PartLoss:
+        """Return what the functions that were seen say about `loss`, one number.
+
+        Raises:
+            ModelError: It depends on a number of the part that the batch has another of.
+        """
+        value = full_tensor(loss)
+        terms = self.terms_of(loss)
         term = self._own_term(loss)
-        is_whole = term and not (term.is_opaque or term.is_scaled or term.columns)
-        if term and is_whole and len(sources) == 1:
+        is_whole = term and not (term.is_scaled or term.columns)
+        if term and is_whole and len(terms) == 1:
             kind: Kind = "summed" if term.count is None else "counted"
             # The loss itself takes part, for hooks on it: `fully_shard` has one on each output.
             total = term.total + value.to(term.total.dtype) * 0.0
             return PartLoss(kind=kind, value=total, count=term.count, limit=term.limit)
-        terms = [self._terms[index] for index in sorted(sources)]
         for term in terms:
-            if term.is_opaque or (value.requires_grad and not term.total.requires_grad):
+            if value.requires_grad and not term.total.requires_grad:
                 raise of_part(term.name, term.hint)
         check_sums(terms)
-        check_columns(value, [term for term in terms if term.columns])
         means = [term for term in terms if term.mean is not None and term.mean.requires_grad]
         if means and not value.requires_grad:
             return PartLoss(kind="linear", value=value, terms=means)
@@ -325,14 +327,15 @@ class LossWatch(TorchFunctionMode):
         if func in BY_CLASS:
             self._check_target(values, target)
             count = count_targets(values, target, kwargs)
+            elements = values.numel() // values.size(min(values.dim() - 1, 1))
         else:
-            shape = torch.broadcast_shapes(values.shape, target.shape)
-            count = torch.full((), shape.numel(), device=values.device)
-        return self._mean(name, total, count, args[0].dtype, sources=sources)
+            elements = torch.broadcast_shapes(values.shape, target.shape).numel()
+            count = torch.full((), elements, device=values.device)
+        return self._mean(name, total, count, args[0].dtype, elements=elements, sources=sources)
 
     def _check_target(self, values: Tensor, target: Tensor) -> None:
         """Refuse a loss that compares all samples with each other, of which it has a part."""
-        if getattr(target, _RANGE, False) and values.shape == (self._samples, self._samples):
+        if getattr(target, RANGE, False) and values.shape == (self._samples, self._samples):
             raise ModelError(
                 f"the loss compares the {self._samples} samples of this part of the batch with "
                 "each other, and not with those of other ranks and micro-batches",
@@ -364,7 +367,7 @@ class LossWatch(TorchFunctionMode):
                     sums = x.nansum(dtype=wide), x.isnan().logical_not().sum()
                 else:
                     sums = x.sum(dtype=wide), torch.full((), x.numel(), device=x.device)
-                return self._mean(name, *sums, result.dtype)
+                return self._mean(name, *sums, result.dtype, elements=elements)
             term = Term(
                 name=name,
                 total=full_tensor(result),
@@ -402,14 +405,17 @@ class LossWatch(TorchFunctionMode):
 
     def _scaled(self, term: Term, name: str, result: Tensor, number: float) -> Tensor:
         """Return the product of a sum and a number, or their quotient, which may be a mean."""
-        is_mean = name in torch_calls.DIVIDING and number in (term.elements, self._samples)
-        if is_mean or name in torch_calls.DIVIDING or name in torch_calls.MULTIPLYING:
+        divides = name in torch_calls.DIVIDING
+        is_mean = divides and number in (term.elements, self._samples)
+        if (divides and number) or name in torch_calls.MULTIPLYING:
+            factor = 1 / number if divides else number
             self._leave(
                 result,
                 replace(
                     term,
                     total=full_tensor(result),
                     is_scaled=True,
+                    factor=term.factor * factor,
                     is_by_hand=term.is_by_hand or is_mean,
                 ),
             )
@@ -422,7 +428,8 @@ class LossWatch(TorchFunctionMode):
         count: Tensor,
         dtype: torch.dtype,
         *,
-        sources: frozenset[int] = _NOTHING,
+        elements: int = 0,
+        sources: frozenset[int] = NOTHING,
         limit: Limit = NO_LIMIT,
     ) -> Tensor:
         """Return the mean of a sum and a count, and leave its term.
@@ -435,66 +442,6 @@ class LossWatch(TorchFunctionMode):
         divisor = limit(count)
         mean = total / torch.where(divisor == 0, 1.0, divisor).to(total.dtype)
         result = mean.to(dtype, copy=True)
-        term = Term(name=name, total=total, count=count, mean=mean, limit=limit)
+        term = Term(name=name, total=total, count=count, mean=mean, limit=limit, elements=elements)
         self._leave(result, term, sources)
         return result
-
-    def _leave(self, result: Tensor, term: Term, sources: frozenset[int] = _NOTHING) -> None:
-        """Note that `result` is the value of `term`, which was computed from other `sources`."""
-        number = len(self._terms)
-        self._terms.append(term)
-        setattr(result, _TERM, (self._number, number, write_count(result)))
-        setattr(result, _SOURCES, (self._number, *sources, number))
-
-    def _link(self, value: Any, sources: frozenset[int]) -> None:
-        if sources and isinstance(value, Tensor):
-            setattr(value, _SOURCES, (self._number, *sources))
-
-    def _keep(self, source: Tensor, result: Tensor) -> None:
-        """Let `result` be the value of the same term as `source`."""
-        if hasattr(source, _RANGE):
-            setattr(result, _RANGE, True)
-        if self._own_term(source) and result.numel() == 1:
-            setattr(result, _TERM, (*getattr(source, _TERM)[:2], write_count(result)))
-
-    def _own_term(self, value: Tensor) -> Term | None:
-        """Return the term whose value `value` still is."""
-        watch, number, written = getattr(value, _TERM, (None, 0, 0))
-        is_same = watch == self._number and write_count(value) == written
-        return self._terms[number] if is_same else None
-
-    def _is_data(self, sources: frozenset[int]) -> bool:
-        """Return whether what has these sources is a part of the batch without any term."""
-        return not sources if self._takes_all else sources == _ONLY_BATCH
-
-    def _are_weights(self, values: Iterable[Any]) -> bool:
-        """Return whether the tensors among `values` are parameters, or computed from them alone."""
-        found = False
-        for value in values:
-            for item in value if isinstance(value, tuple | list) else (value,):
-                if isinstance(item, Tensor):
-                    is_seen = getattr(item, _OF_WEIGHTS, None) == self._number
-                    own = is_seen and not write_count(item)
-                    if not (own or isinstance(item, Parameter)):
-                        return False
-                    found = True
-        return found
-
-    def _needs_sources(self) -> bool:
-        return bool(self._terms) or not self._takes_all
-
-    def _sources(self, values: Iterable[Any]) -> frozenset[int]:
-        """Return what `values`, or tensors in them, were computed from."""
-        found = _NOTHING
-        for value in values:
-            for item in value if isinstance(value, tuple | list) else (value,):
-                if isinstance(item, Tensor):
-                    watch, *sources = getattr(item, _SOURCES, (None,))
-                    found |= frozenset(sources) if watch == self._number else _NOTHING
-        return found
-
-
-def whole(value: Tensor) -> Tensor:
-    """Return `value`, which is no part of the batch any more but has all of it."""
-    setattr(value, _SOURCES, (None,))
-    return value

@@ -1,0 +1,108 @@
+"""What data-parallel ranks compare of a plain loop: what a model decides, and what its loss weighs.
+
+A plain loop calls the model and differentiates a loss by itself.  Hooks of the model see its calls
+in training, and the runtime calls `settle` before an optimizer steps.
+"""
+
+from __future__ import annotations
+
+import weakref
+from collections.abc import Mapping
+from typing import Any, Protocol
+
+from torch import nn
+
+from msrun.parallel.config import DATA_AXIS, ParallelConfig
+from msrun.parallel.losses.batch import tensors_in
+from msrun.parallel.losses.call_hook import CallHook, trains
+from msrun.parallel.losses.decisions import Decisions
+from msrun.parallel.losses.plain_losses import PlainLosses
+from msrun.parallel.rank_context import RankContext
+
+
+class _Model(Protocol):
+    """A model of `rt.shard`."""
+
+    decisions: Decisions
+    has_fixed_shapes: bool
+
+    @property
+    def replicas(self) -> Any: ...
+
+
+class PlainLoop:
+    """Watches calls of one model.
+
+    Args:
+        model: Of `rt.shard`.
+        state: Its state.
+        losses: Of all models of the job.
+        config: The configuration.
+        context: This rank.
+    """
+
+    def __init__(
+        self,
+        model: nn.Module,
+        state: _Model,
+        losses: PlainLosses,
+        config: ParallelConfig,
+        context: RankContext,
+    ) -> None:
+        self._decisions, self._losses = state.decisions, losses
+        self._group, self._device = context.of_samples.group(DATA_AXIS), context.device
+        self._op = config.reduce.op
+        self._is_of_step = False  # what was called since an optimizer stepped
+        own, watched = weakref.ref(self), weakref.ref(model)
+
+        def begin(called: nn.Module, args: tuple[Any, ...], kwargs: Mapping[str, Any]) -> None:
+            # A copy has the same hooks, and may be called on one rank.
+            loop = own()
+            if loop and loop.sees(called) and called is watched():
+                losses.begin_call(called, tensors_in([args, kwargs]))
+
+        def end(called: nn.Module, _: object, output: Any) -> None:
+            loop = own()
+            if loop and loop.sees(called) and called is watched():
+                losses.end_call(output)
+
+        nn.Module.register_forward_pre_hook(model, CallHook(begin), with_kwargs=True)
+        if not state.has_fixed_shapes:  # a plan of mode auto decides for all ranks
+            self._decisions.watch_calls(model, self._group, self._device)
+        nn.Module.register_forward_hook(model, CallHook(end))
+
+    def sees(self, model: nn.Module) -> bool:
+        """Return whether a call of `model` is one of a plain loop."""
+        return trains(model) and not self._decisions.is_in_step
+
+    def leave(self) -> None:
+        """Leave what is called until the next optimizer step to `rt.step`."""
+        self._is_of_step = True
+        self._losses.drop()
+
+    def settle(self) -> None:
+        """Compare what calls decided and what losses weigh; all ranks call it.
+
+        Raises:
+            ModelError: Ranks differ, on all of them.
+        """
+        if self._is_of_step:
+            self._is_of_step = False
+            return
+        self._decisions.settle_calls()
+        self._losses.settle(self._group, self._device, self._op)
+
+
+def watch_plain_loop(
+    model: nn.Module,
+    state: _Model,
+    losses: PlainLosses,
+    config: ParallelConfig,
+    context: RankContext,
+) -> PlainLoop | None:
+    """Return what watches plain loops of `model`; None where ranks have nothing to compare."""
+    is_ours = config.mode != "manual" and config.batch_norm != "local"
+    waits = state.replicas is None or state.replicas.has_turns
+    if is_ours and waits and context.of_samples.layout.size(DATA_AXIS) > 1:
+        return PlainLoop(model, state, losses, config, context)
+    return None

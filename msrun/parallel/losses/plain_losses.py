@@ -1,0 +1,295 @@
+"""Compares what elements of the batch weigh in the losses of a plain loop, on all ranks.
+
+Theory of operation.  In a plain loop the script computes a loss of its rank's part of the batch,
+and gradients are averaged over ranks.  That is right for a mean whose count is equal on all ranks.
+A mean over targets that are no padding, or over weights of classes, has another count on each:
+targets of a rank with few of them weigh more, and in one process all weigh the same.  `rt.step`
+divides by the count of all ranks.  A script has divided already when it calls `backward`, so here
+ranks compare and all refuse before the optimizer steps.
+
+From a call of the model in training until an optimizer steps, a `_Window` is among the function
+modes of the thread.  It has a `LossWatch`, which leaves a term for each mean and each sum, and sees
+`Tensor.backward`: of that loss, the derivative by a mean, over its count, is what an element
+weighs.  Outputs of the model are new to the watch, unless they are one number: a model may return
+its loss.  A `SampleWatch` looks at the first step for what mixes samples.
+
+Python between functions of torch costs time, so ranks look at steps 1, 2, 3, 10, 100 and every
+1000.  Where counts follow from the data, as with padding, they look at every step; but not at that
+of a compiled model, which runs eagerly in a window.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import warnings
+from collections.abc import Callable, Iterable, Iterator, Sequence
+from typing import Any, Literal, NamedTuple
+
+import torch
+import torch.distributed as dist
+from torch import Tensor, nn
+from torch.overrides import TorchFunctionMode
+
+from msrun.errors import ModelError
+from msrun.parallel.config import ROOT
+from msrun.parallel.exchange import messages
+from msrun.parallel.local import full_tensor
+from msrun.parallel.losses.batch import tensors_in
+from msrun.parallel.losses.linearity import slopes_by
+from msrun.parallel.losses.sample_watch import SampleWatch
+from msrun.parallel.losses.terms import Term
+from msrun.parallel.losses.watch import LossWatch
+from msrun.parallel.torch_compat import (
+    add_mode_below,
+    eagerly,
+    is_compiled,
+    is_compiled_in_place,
+    remove_mode,
+)
+
+_STEPS, _EVERY = (1, 2, 3, 10, 100), 1000
+_TOLERANCE = 1e-5  # relative: derivatives are in the type of the loss
+_HINT = (
+    "rt.step divides by the count of all ranks; a loop may divide the sum by "
+    "rt.mean_over_data(count), which all ranks have"
+)
+
+
+class Weight(NamedTuple):
+    """What elements of a mean or sum weigh in a loss.
+
+    Args:
+        name: Of the function that computed it.
+        slope: Derivative of the loss by it.
+        divisor: What divides the sum, or 1.
+        is_sum: Whether the loss is a sum, and nothing else was done with that.
+        follows_data: Whether another batch may have another weight.
+    """
+
+    name: str
+    slope: float
+    divisor: float
+    is_sum: bool
+    follows_data: bool
+
+    @property
+    def value(self) -> float:
+        """The weight of an element; 0 if none counts."""
+        return self.slope / self.divisor if self.divisor else 0.0
+
+
+class PlainLosses:
+    """What losses of a plain loop are made of, since an optimizer stepped."""
+
+    def __init__(self) -> None:
+        self._steps = 0
+        self._follows_data = False
+        self._window: _Window | None = None
+        self._open = contextlib.ExitStack()
+        self._found: list[list[Weight]] = []
+        self._warned: set[str] = set()
+
+    def begin_call(self, model: nn.Module, batch: Sequence[Tensor]) -> None:
+        """Look from now on: `model` is called in training with tensors of a `batch`."""
+        step = self._steps + 1
+        is_due = step in _STEPS or step % _EVERY == 0
+        if not (is_due or (self._follows_data and not _has_compiled(model))):
+            return
+        if self._window is None or self._window.has_ended:
+            self._close()
+            self._window = _Window(batch, self._note)
+            self._open.enter_context(eagerly())
+            self._open.enter_context(_below(self._window))
+        if self._steps == 0:
+            self._window.look_for_mixtures(batch)
+
+    def end_call(self, output: Any) -> None:
+        """Take the output of a model for the batch of what follows, but for a loss."""
+        if self._window is not None:
+            self._window.forget(tensor for tensor in tensors_in(output) if tensor.numel() != 1)
+
+    def settle(
+        self, group: dist.ProcessGroup, device: torch.device, op: Literal["mean", "sum"]
+    ) -> None:
+        """Compare what was found, before an optimizer steps; all ranks of `group` call it.
+
+        Args:
+            group: The data-parallel ranks.
+            device: Of this rank.
+            op: How gradients are reduced.
+
+        Raises:
+            ModelError: Elements weigh otherwise than in one process, on all ranks.
+        """
+        self._close()
+        found, self._found = self._found, []
+        self._steps += 1
+        if not (self._steps in _STEPS or self._steps % _EVERY == 0 or self._follows_data):
+            return
+        every = messages.gather_all(found, list[list[Weight]], group, device)
+        self._follows_data = any(w.follows_data for of in every for loss in of for w in loss)
+        if len({len(of_rank) for of_rank in every}) == 1:
+            for losses in zip(*every, strict=True):
+                _check(losses, dist.get_process_group_ranks(group), op)
+
+    def drop(self) -> None:
+        """Look no more until the next call of a model, and forget what was found."""
+        self._close()
+        self._found.clear()
+
+    def _note(self, loss: Tensor) -> None:
+        """Note what is differentiated."""
+        if self._window is None or loss.numel() != 1:
+            return
+        try:
+            mixture = self._window.mixture(loss)
+            weights = _weights(self._window.terms_of(loss), full_tensor(loss))
+        except ModelError as error:
+            mixture, weights = error, []
+        self._found.append(weights)
+        if mixture and self._steps == 0 and mixture.message not in self._warned:
+            self._warned.add(mixture.message)
+            warnings.warn(f"msrun: {mixture.message}: {mixture.hint}", stacklevel=6)
+
+    def _close(self) -> None:
+        self._window = None
+        self._open.close()
+
+
+class _Window(TorchFunctionMode):
+    """While it is among the modes of a thread, its watches see functions of torch.
+
+    Args:
+        batch: Tensors that the model gets.
+        note: Gets each loss that is about to be differentiated.
+    """
+
+    is_watch = True
+
+    def __init__(self, batch: Sequence[Tensor], note: Callable[[Tensor], None]) -> None:
+        super().__init__()
+        self._note = note
+        self._losses = LossWatch(_samples(batch), inputs=batch)
+        self._mixtures: list[SampleWatch] = []
+        self._problem: ModelError | None = None
+        self.has_ended = False  # with a backward pass
+
+    def look_for_mixtures(self, batch: Sequence[Tensor]) -> None:
+        """Look for what mixes samples of `batch`, too."""
+        if samples := _samples(batch):
+            self._mixtures.append(SampleWatch([*batch], samples))
+
+    def __torch_function__(
+        self,
+        func: Callable[..., Any],
+        types: Iterable[type],
+        args: tuple[Any, ...] = (),
+        kwargs: dict[str, Any] | None = None,
+    ) -> Any:
+        """Run `func`; see the class."""
+        del types
+        if func is Tensor.backward:
+            self.has_ended = True
+            self._note(args[0])
+            return func(*args, **(kwargs or {}))
+        with contextlib.ExitStack() as watches:
+            for watch in self._mixtures:
+                watches.enter_context(watch)
+            with self._losses:
+                try:
+                    return func(*args, **(kwargs or {}))
+                except ModelError as error:  # of a loss over the samples of the part
+                    self._problem = error
+            return func(*args, **(kwargs or {}))
+
+    def forget(self, tensors: Iterable[Tensor]) -> None:
+        """Take `tensors` for parts of the batch."""
+        for tensor in tensors:
+            self._losses.forget(tensor)
+
+    def terms_of(self, loss: Tensor) -> list[Term]:
+        """Return the means and sums of which `loss` is made.
+
+        Raises:
+            ModelError: It depends on a number of the part that the batch has another of.
+        """
+        return self._losses.terms_of(loss)
+
+    def mixture(self, loss: Tensor) -> ModelError | None:
+        """Return what is wrong with `loss` if it depends on mixed samples; or warn of it."""
+        for watch in self._mixtures:
+            if problem := watch.read(loss, is_cut=False):
+                return problem
+        return self._problem
+
+
+@contextlib.contextmanager
+def _below(mode: TorchFunctionMode) -> Iterator[None]:
+    add_mode_below(mode)
+    try:
+        yield
+    finally:
+        remove_mode(mode)
+
+
+def _has_compiled(model: nn.Module) -> bool:
+    return any(is_compiled(module) or is_compiled_in_place(module) for module in model.modules())
+
+
+def _samples(batch: Sequence[Tensor]) -> int:
+    return next((len(tensor) for tensor in batch if tensor.dim()), 0)
+
+
+def _weights(terms: Sequence[Term], loss: Tensor) -> list[Weight]:
+    """Return the weights of `terms` in `loss`.
+
+    Raises:
+        ModelError: It is no linear function of them.
+    """
+    own = [term for term in terms if not term.columns and term.value.requires_grad]
+    found = []
+    for term, slope in slopes_by(loss, own).items() if own else ():
+        count = 1.0 if term.count is None else float(term.limit(term.count))
+        weight = float(slope) * term.factor
+        follows = weight != 1.0 and not term.is_by_hand if term.is_sum else count != term.elements
+        is_sum = term.is_sum and weight == 1.0 and not term.is_scaled
+        found.append(Weight(term.name, weight, count, is_sum, follows))
+    return found
+
+
+def _check(
+    losses: Sequence[Sequence[Weight]], ranks: Sequence[int], op: Literal["mean", "sum"]
+) -> None:
+    """Refuse a loss, given by what it is made of on each of `ranks`, that is not that of a batch.
+
+    Raises:
+        ModelError: It is not.
+    """
+    if len({tuple(weight.name for weight in loss) for loss in losses}) > 1:
+        return  # ranks took other paths
+    for weights in zip(*losses, strict=True):
+        values = [weight.value for weight in weights]
+        first, last = sorted((values.index(min(values)), values.index(max(values))))
+        spread = abs(values[first] - values[last])
+        if spread > _TOLERANCE * max(abs(values[first]), abs(values[last])):
+            text = _unlike(weights[first], ranks[first], weights[last], ranks[last])
+            raise ModelError(text, hint=_HINT)
+        if op == "mean" and all(weight.is_sum for weight in weights):
+            raise ModelError(
+                f"the loss of this loop is a sum over a part of the batch ({weights[0].name}), and "
+                f"ranks average their gradients: one process has {len(ranks)} times as much",
+                hint=f"`{ROOT}: {{reduce: {{op: sum}}}}` adds gradients up; rt.step adds up sums",
+            )
+
+
+def _unlike(one: Weight, rank: int, other: Weight, other_rank: int) -> str:
+    end = "; in one process all elements of the batch weigh the same, and no weight was changed"
+    if one.slope == other.slope:
+        return (
+            f"the loss of this loop divides {one.name} by {one.divisor:g} on rank {rank} and by "
+            f"{other.divisor:g} on rank {other_rank}{end}"
+        )
+    return (
+        f"an element of {one.name} weighs {one.value:.6g} in the loss of this loop on rank {rank} "
+        f"and {other.value:.6g} on rank {other_rank}{end}"
+    )
