@@ -103,10 +103,6 @@ CONFIGS: dict[str, tuple[int, dict[str, Any]]] = {
 _DRAWING = ("python number", "drawn number")
 # Blocks that draw numbers for each sample: each rank has its own.
 _DRAWING_SAMPLES = ("noise", "stochastic depth")
-# Losses whose mean over ranks a plain loop has.
-_PLAIN_LOSSES = ("mean", "negative log", "column means", "smooth l1", "each sample")
-# Models whose loss has a gradient of its mean: a plain loop has those of the ranks' means.
-_OF_OWN_MEAN = ("gradient penalty of loss", "gradient penalty by weights")
 
 
 def read_case(text: str) -> Case:
@@ -158,9 +154,8 @@ def _no_case(case: Case) -> str:
     is_split = "accumulate" in CONFIGS[case.config][1] or "mode" in CONFIGS[case.config][1]
     if case.has("dropout") and (is_split or case.loop.parts > 1):
         return "these have masks of their own, as with another seed"
-    is_mean = case.has(*_PLAIN_LOSSES) and not case.has(*_OF_OWN_MEAN)
-    if case.loop.is_plain and (not is_mean or "auto" in case.config):
-        return "a plain loop has the mean of the losses of ranks"
+    if case.loop.is_plain and "auto" in case.config:
+        return "a plain loop of a plan has the mean of the losses of ranks"
     is_penalized = any(quirk.startswith("gradient penalty") for quirk in case.quirks)
     if case.loop.adds_group and is_penalized and "pipeline" in CONFIGS[case.config][1]:
         return "a stage has only what the optimizer gets later, and torch makes none of nothing"

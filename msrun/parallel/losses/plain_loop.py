@@ -55,21 +55,23 @@ class PlainLoop:
         self._is_of_step = False  # what was called since an optimizer stepped
         own, watched = weakref.ref(self), weakref.ref(model)
 
-        def begin(called: nn.Module, args: tuple[Any, ...], kwargs: Mapping[str, Any]) -> None:
+        def calls(called: nn.Module) -> bool:
             # A copy has the same hooks, and may be called on one rank.
             loop = own()
-            if loop and loop.sees(called) and called is watched():
+            return loop is not None and loop.sees(called) and called is watched()
+
+        def begin(called: nn.Module, args: tuple[Any, ...], kwargs: Mapping[str, Any]) -> None:
+            if calls(called):
                 losses.begin_call(called, tensors_in([args, kwargs]))
 
-        def end(called: nn.Module, _: object, output: Any) -> None:
-            loop = own()
-            if loop and loop.sees(called) and called is watched():
-                losses.end_call(output)
+        def end(called: nn.Module, args: tuple[Any, ...], kwargs: Any, output: Any) -> None:
+            if calls(called):
+                losses.end_call(called, tensors_in([args, kwargs]), output)
 
         nn.Module.register_forward_pre_hook(model, CallHook(begin), with_kwargs=True)
         if not state.has_fixed_shapes:  # a plan of mode auto decides for all ranks
             self._decisions.watch_calls(model, self._group, self._device)
-        nn.Module.register_forward_hook(model, CallHook(end))
+        nn.Module.register_forward_hook(model, CallHook(end), with_kwargs=True)
 
     def sees(self, model: nn.Module) -> bool:
         """Return whether a call of `model` is one of a plain loop."""

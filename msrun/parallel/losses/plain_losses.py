@@ -22,6 +22,7 @@ from __future__ import annotations
 
 import contextlib
 import warnings
+import weakref
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from typing import Any, Literal, NamedTuple
 
@@ -62,14 +63,15 @@ class Weight(NamedTuple):
         name: Of the function that computed it.
         slope: Derivative of the loss by it.
         divisor: What divides the sum, or 1.
-        is_sum: Whether the loss is a sum, and nothing else was done with that.
+        kind: `sum` if nothing else was done with that, and `scaled` if it was multiplied by a
+            number that is in the script; any other term is `mean`.
         follows_data: Whether another batch may have another weight.
     """
 
     name: str
     slope: float
     divisor: float
-    is_sum: bool
+    kind: Literal["mean", "sum", "scaled"]
     follows_data: bool
 
     @property
@@ -88,13 +90,32 @@ class PlainLosses:
         self._open = contextlib.ExitStack()
         self._found: list[list[Weight]] = []
         self._warned: set[str] = set()
+        # Models that return no loss: after a first call, functions inside are left alone.
+        self._without_loss: weakref.WeakSet[nn.Module] = weakref.WeakSet()
 
     def begin_call(self, model: nn.Module, batch: Sequence[Tensor]) -> None:
         """Look from now on: `model` is called in training with tensors of a `batch`."""
+        if self._is_due(model) and (self._steps == 0 or model not in self._without_loss):
+            self._look(batch)
+
+    def end_call(self, model: nn.Module, batch: Sequence[Tensor], output: Any) -> None:
+        """Take the output of `model` for the batch of what follows, but for a loss."""
+        if not self._is_due(model):
+            return
+        tensors = tensors_in(output)
+        if all(tensor.numel() != 1 for tensor in tensors):
+            self._without_loss.add(model)
+        window = self._window
+        if window is None or window.has_ended:
+            window = self._look(batch)
+        window.forget(tensor for tensor in tensors if tensor.numel() != 1)
+
+    def _is_due(self, model: nn.Module) -> bool:
         step = self._steps + 1
         is_due = step in _STEPS or step % _EVERY == 0
-        if not (is_due or (self._follows_data and not _has_compiled(model))):
-            return
+        return is_due or (self._follows_data and not _has_compiled(model))
+
+    def _look(self, batch: Sequence[Tensor]) -> _Window:
         if self._window is None or self._window.has_ended:
             self._close()
             self._window = _Window(batch, self._note)
@@ -102,11 +123,7 @@ class PlainLosses:
             self._open.enter_context(_below(self._window))
         if self._steps == 0:
             self._window.look_for_mixtures(batch)
-
-    def end_call(self, output: Any) -> None:
-        """Take the output of a model for the batch of what follows, but for a loss."""
-        if self._window is not None:
-            self._window.forget(tensor for tensor in tensors_in(output) if tensor.numel() != 1)
+        return self._window
 
     def settle(
         self, group: dist.ProcessGroup, device: torch.device, op: Literal["mean", "sum"]
@@ -128,9 +145,13 @@ class PlainLosses:
             return
         every = messages.gather_all(found, list[list[Weight]], group, device)
         self._follows_data = any(w.follows_data for of in every for loss in of for w in loss)
-        if len({len(of_rank) for of_rank in every}) == 1:
-            for losses in zip(*every, strict=True):
-                _check(losses, dist.get_process_group_ranks(group), op)
+        if len({len(of_rank) for of_rank in every}) > 1:
+            return
+        for losses in zip(*every, strict=True):
+            _check(losses, dist.get_process_group_ranks(group), op)
+            scaled = [weight for weight in losses[0] if weight.kind == "scaled"]
+            if scaled and op == "mean" and self._steps == 1:
+                self._warn(_scaled_problem(scaled[0], group.size()), _HINT)
 
     def drop(self) -> None:
         """Look no more until the next call of a model, and forget what was found."""
@@ -147,9 +168,13 @@ class PlainLosses:
         except ModelError as error:
             mixture, weights = error, []
         self._found.append(weights)
-        if mixture and self._steps == 0 and mixture.message not in self._warned:
-            self._warned.add(mixture.message)
-            warnings.warn(f"msrun: {mixture.message}: {mixture.hint}", stacklevel=6)
+        if mixture and self._steps == 0:
+            self._warn(mixture.message, mixture.hint or _HINT)
+
+    def _warn(self, text: str, hint: str) -> None:
+        if text not in self._warned:
+            self._warned.add(text)
+            warnings.warn(f"msrun: {text}: {hint}", stacklevel=6)
 
     def _close(self) -> None:
         self._window = None
@@ -162,9 +187,13 @@ class _Window(TorchFunctionMode):
     Args:
         batch: Tensors that the model gets.
         note: Gets each loss that is about to be differentiated.
+
+    Attributes:
+        has_ended: Whether a backward pass has begun.
     """
 
     is_watch = True
+    has_ended = False
 
     def __init__(self, batch: Sequence[Tensor], note: Callable[[Tensor], None]) -> None:
         super().__init__()
@@ -172,7 +201,6 @@ class _Window(TorchFunctionMode):
         self._losses = LossWatch(_samples(batch), inputs=batch)
         self._mixtures: list[SampleWatch] = []
         self._problem: ModelError | None = None
-        self.has_ended = False  # with a backward pass
 
     def look_for_mixtures(self, batch: Sequence[Tensor]) -> None:
         """Look for what mixes samples of `batch`, too."""
@@ -187,20 +215,25 @@ class _Window(TorchFunctionMode):
         kwargs: dict[str, Any] | None = None,
     ) -> Any:
         """Run `func`; see the class."""
-        del types
+        kwargs = kwargs or {}
         if func is Tensor.backward:
             self.has_ended = True
             self._note(args[0])
-            return func(*args, **(kwargs or {}))
+            return func(*args, **kwargs)
+        try:
+            with self._looking() if self._mixtures else contextlib.nullcontext():
+                # As if it were the mode on top, which takes longer to enter.
+                return self._losses.__torch_function__(func, types, args, kwargs)
+        except ModelError as error:  # of a loss over the samples of the part
+            self._problem = error
+        return func(*args, **kwargs)
+
+    @contextlib.contextmanager
+    def _looking(self) -> Iterator[None]:
         with contextlib.ExitStack() as watches:
             for watch in self._mixtures:
                 watches.enter_context(watch)
-            with self._losses:
-                try:
-                    return func(*args, **(kwargs or {}))
-                except ModelError as error:  # of a loss over the samples of the part
-                    self._problem = error
-            return func(*args, **(kwargs or {}))
+            yield
 
     def forget(self, tensors: Iterable[Tensor]) -> None:
         """Take `tensors` for parts of the batch."""
@@ -252,9 +285,14 @@ def _weights(terms: Sequence[Term], loss: Tensor) -> list[Weight]:
         count = 1.0 if term.count is None else float(term.limit(term.count))
         weight = float(slope) * term.factor
         follows = weight != 1.0 and not term.is_by_hand if term.is_sum else count != term.elements
-        is_sum = term.is_sum and weight == 1.0 and not term.is_scaled
-        found.append(Weight(term.name, weight, count, is_sum, follows))
+        found.append(Weight(term.name, weight, count, _kind(term, weight), follows))
     return found
+
+
+def _kind(term: Term, weight: float) -> Literal["mean", "sum", "scaled"]:
+    if not term.is_sum or term.is_by_hand:
+        return "mean"
+    return "scaled" if term.is_scaled else "sum" if weight == 1.0 else "mean"
 
 
 def _check(
@@ -274,12 +312,20 @@ def _check(
         if spread > _TOLERANCE * max(abs(values[first]), abs(values[last])):
             text = _unlike(weights[first], ranks[first], weights[last], ranks[last])
             raise ModelError(text, hint=_HINT)
-        if op == "mean" and all(weight.is_sum for weight in weights):
+        if op == "mean" and all(weight.kind == "sum" for weight in weights):
             raise ModelError(
                 f"the loss of this loop is a sum over a part of the batch ({weights[0].name}), and "
                 f"ranks average their gradients: one process has {len(ranks)} times as much",
                 hint=f"`{ROOT}: {{reduce: {{op: sum}}}}` adds gradients up; rt.step adds up sums",
             )
+
+
+def _scaled_problem(weight: Weight, ranks: int) -> str:
+    return (
+        f"the loss of this loop is a sum over a part of the batch ({weight.name}) times "
+        f"{weight.slope:g}, and ranks average their gradients: right if that number has the factor "
+        f"{ranks}, as one over the mean count of a rank has"
+    )
 
 
 def _unlike(one: Weight, rank: int, other: Weight, other_rank: int) -> str:

@@ -255,6 +255,18 @@ def test_losses_over_the_batch_are_a_warning():
     assert run_warm(job, 2, warned, build, contrastive, data(ignored=False)) == [[said]] * 2
 
 
+def scaled(model, x, y, _):
+    return CROSS_ENTROPY(model(x), y, reduction="sum") * 0.01
+
+
+def test_a_sum_times_a_number_is_a_warning():
+    said = (
+        "the loss of this loop is a sum over a part of the batch (cross_entropy) times 0.01, and "
+        "ranks average their gradients"
+    )
+    assert run_warm(job, 2, warned, build, scaled, data(ignored=False)) == [[said]] * 2
+
+
 class Other(TorchFunctionMode):
     def __torch_function__(self, func, types, args=(), kwargs=None):
         return func(*args, **(kwargs or {}))
