@@ -103,6 +103,7 @@ CONFIGS: dict[str, tuple[int, dict[str, Any]]] = {
 _DRAWING = ("python number", "drawn number")
 # Blocks that draw numbers for each sample: each rank has its own.
 _DRAWING_SAMPLES = ("noise", "stochastic depth")
+_SUMS = ("sum", "scaled sum", "column sums", "mean and sum")
 
 
 def read_case(text: str) -> Case:
@@ -156,6 +157,8 @@ def _no_case(case: Case) -> str:
         return "these have masks of their own, as with another seed"
     if case.loop.is_plain and "auto" in case.config:
         return "a plain loop of a plan has the mean of the losses of ranks"
+    if case.loop.is_plain and case.loop.parts > 1 and case.has("gathered contrast", *_SUMS):
+        return "one process has its own parts, too"
     is_penalized = any(quirk.startswith("gradient penalty") for quirk in case.quirks)
     if case.loop.adds_group and is_penalized and "pipeline" in CONFIGS[case.config][1]:
         return "a stage has only what the optimizer gets later, and torch makes none of nothing"
@@ -229,8 +232,10 @@ def _compare(case: Case, found: Learned, expected: Learned) -> str:
 
 def _is_said(caught: list[warnings.WarningMessage]) -> bool:
     """Return whether msrun said that a part of the batch may not have the loss of the whole."""
+    said = [str(item.message) for item in caught]
     return any(
-        "which is another number for the whole batch" in str(item.message) for item in caught
+        text.startswith("msrun: the loss") or "another number for the whole batch" in text
+        for text in said
     )
 
 

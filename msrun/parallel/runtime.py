@@ -72,7 +72,7 @@ if TYPE_CHECKING:
     from msrun.parallel.foreach.plain_steps import PlainSteps
     from msrun.parallel.layers.precision import LossScale
     from msrun.parallel.losses.metrics import StepMetrics
-    from msrun.parallel.losses.plain_losses import PlainLosses
+    from msrun.parallel.losses.plain_loops.weights import PlainLosses
     from msrun.parallel.servers.remote import RemoteParameters
     from msrun.parallel.sharded_model import KnownOptimizers, ShardedModel
     from msrun.parallel.step import LossFunction
@@ -310,8 +310,8 @@ class Runtime:
     def _note(self, model: nn.Module, state: ShardedModel) -> None:
         """Keep the state of a model, whose steps compare batches if ranks share samples."""
         from msrun.parallel.losses.equal_batches import EqualBatches
-        from msrun.parallel.losses.plain_loop import watch_plain_loop
-        from msrun.parallel.losses.plain_losses import PlainLosses
+        from msrun.parallel.losses.plain_loops.calls import watch_plain_loop
+        from msrun.parallel.losses.plain_loops.weights import PlainLosses
 
         self._models[model] = state
         if self.world_size > 1:

@@ -15,11 +15,11 @@ from torch.nn import Parameter
 from msrun.errors import ModelError
 from msrun.parallel.config import ROOT, ParallelConfig
 from msrun.parallel.foreach.global_hooks import check_global_hooks
-from msrun.parallel.foreach.step_hooks import before_step
+from msrun.parallel.foreach.step_hooks import before_step, before_update
 from msrun.parallel.foreach.whole_values import give_gradient
 from msrun.parallel.local import is_sharded
 from msrun.parallel.losses.call_hook import CallHook, weakly
-from msrun.parallel.losses.decisions import Decisions
+from msrun.parallel.losses.decided.decisions import Decisions
 from msrun.parallel.losses.pairs.input_rows import InputRows
 from msrun.parallel.weights.memory import ParameterMemory
 
@@ -36,7 +36,7 @@ if TYPE_CHECKING:
     from msrun.parallel.host.activations import Activations
     from msrun.parallel.host.overlapped_step import OverlappedStep
     from msrun.parallel.losses.equal_batches import EqualBatches
-    from msrun.parallel.losses.plain_loop import PlainLoop
+    from msrun.parallel.losses.plain_loops.calls import PlainLoop
     from msrun.parallel.losses.sample_dims import Known
     from msrun.parallel.pipeline.model import PipelineModel
     from msrun.parallel.servers.remote import RemoteParameters
@@ -405,14 +405,14 @@ class ShardedModel:
         if replicas and optimizer not in self._watched and (is_empty or self.holds(optimizer)):
             self._watched.add(optimizer)
             before_step(optimizer, partial(self._before_step, replicas))
+            if self.plain_loop:
+                before_update(optimizer, self.plain_loop.settle)
 
     def _before_step(self, replicas: ReplicaDigest) -> None:
         """Do what every step of an optimizer needs, also in a plain loop."""
         for memory in self._divided:
             give_gradient(memory.param)
         replicas.count_step()
-        if self.plain_loop:
-            self.plain_loop.settle()
         self._check_data()
         if self.order and (model := self._model()) is not None:
             if not self._gathering:

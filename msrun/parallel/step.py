@@ -34,8 +34,8 @@ from msrun.parallel.losses.batch import (
     tensors_in,
     without_items,
 )
-from msrun.parallel.losses.carried import uncarried
-from msrun.parallel.losses.decisions import DecisionTrace
+from msrun.parallel.losses.decided.carried import uncarried
+from msrun.parallel.losses.decided.decisions import DecisionTrace
 from msrun.parallel.losses.sample_watch import SampleWatch
 from msrun.parallel.losses.sequence_first import refusing_sequences_first
 from msrun.parallel.losses.tally import LossTally, TallyRanks

@@ -25,6 +25,21 @@ def before_step(optimizer: torch.optim.Optimizer, call: Call) -> None:
         _replace_step(optimizer, before=call)
 
 
+def before_update(optimizer: torch.optim.Optimizer, call: Call) -> None:
+    """Have `call` come before `optimizer.step` changes a parameter.
+
+    That is where the step begins, and with a closure behind it, which has the gradients.
+    """
+
+    def change(_: object, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+        return _behind_closure(args, kwargs, call)
+
+    try:
+        optimizer.register_step_pre_hook(change)
+    except AttributeError:
+        _replace_step(optimizer, change=change)
+
+
 def after_step(optimizer: torch.optim.Optimizer, call: Call) -> None:
     """Have `optimizer.step` end with `call`."""
     try:
@@ -37,8 +52,38 @@ def _nothing(_: object) -> None:
     """Return None: torch takes what a hook returns for new arguments of the step."""
 
 
+def _behind_closure(
+    args: tuple[Any, ...], kwargs: dict[str, Any], call: Call
+) -> tuple[tuple[Any, ...], dict[str, Any]] | None:
+    """Return the arguments of a step with a closure that ends with `call`; call it without one.
+
+    Args:
+        args: Of the step: the optimizer, and maybe the closure.
+        kwargs: Of the step.
+        call: What comes behind the closure.
+    """
+    own, *given = args
+    closure = kwargs.get("closure", given[0] if given else None)
+    if closure is None:
+        call()
+        return None
+
+    def run(*inner: Any, **options: Any) -> Any:
+        loss = closure(*inner, **options)
+        call()
+        return loss
+
+    if "closure" in kwargs:
+        return args, {**kwargs, "closure": run}
+    return (own, run, *given[1:]), kwargs
+
+
 def _replace_step(
-    optimizer: torch.optim.Optimizer, *, before: Call = lambda: None, after: Call = lambda: None
+    optimizer: torch.optim.Optimizer,
+    *,
+    before: Call = lambda: None,
+    after: Call = lambda: None,
+    change: Callable[..., Any] = lambda *_: None,
 ) -> None:
     replaced: Callable[..., Any] | None = vars(optimizer).get("step")
     plain: Callable[..., Any] = type(optimizer).step
@@ -46,7 +91,8 @@ def _replace_step(
 
     def step_of(self: Any, *args: Any, **kwargs: Any) -> Any:
         before()
-        result = plain(self, *args, **kwargs) if replaced is None else replaced(*args, **kwargs)
+        given, options = change(None, (self, *args), kwargs) or ((self, *args), kwargs)
+        result = plain(*given, **options) if replaced is None else replaced(*given[1:], **options)
         after()
         return result
 

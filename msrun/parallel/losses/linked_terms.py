@@ -57,10 +57,10 @@ class LinkedTerms(TorchFunctionMode):
         if self._own_term(source) and result.numel() == 1:
             setattr(result, _TERM, (*getattr(source, _TERM)[:2], write_count(result)))
 
-    def forget(self, tensor: Tensor) -> None:
-        """Let `tensor` be a part of the batch that was computed from nothing."""
-        for noted in (_TERM, _SOURCES):
-            vars(tensor).pop(noted, None)
+    def take(self, tensor: Tensor) -> None:
+        """Let `tensor` be a part of the batch, whatever it was computed from."""
+        vars(tensor).pop(_TERM, None)
+        self._link(tensor, ONLY_BATCH)
 
     def _own_term(self, value: Tensor) -> Term | None:
         """Return the term whose value `value` still is."""
@@ -70,7 +70,7 @@ class LinkedTerms(TorchFunctionMode):
 
     def _is_data(self, sources: frozenset[int]) -> bool:
         """Return whether what has these sources is a part of the batch without any term."""
-        return not sources if self._takes_all else sources == ONLY_BATCH
+        return sources <= ONLY_BATCH if self._takes_all else sources == ONLY_BATCH
 
     def _are_weights(self, values: Iterable[Any]) -> bool:
         """Return whether the tensors among `values` are parameters, or computed from them alone."""

@@ -197,7 +197,7 @@ class LossWatch(LinkedTerms):
             return not self._are_weights([tensor]) if self._takes_all else self._is_of(tensor)
 
         kind: Columns = ""
-        if not self._takes_all and -1 in sources:
+        if -1 in sources:
             kind = columns(name, args, kwargs, self._samples)
             kind = scattered(name, args, kwargs, result, self._samples) or kind
         shown = f"a {name} over samples"

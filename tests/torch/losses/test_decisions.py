@@ -14,7 +14,7 @@ from torch.utils.checkpoint import checkpoint
 import msrun
 from msrun.errors import ModelError
 from msrun.parallel.local import full_tensor
-from msrun.parallel.losses.decisions import Decisions, DecisionTrace
+from msrun.parallel.losses.decided.decisions import Decisions, DecisionTrace
 
 pytestmark = pytest.mark.torch
 

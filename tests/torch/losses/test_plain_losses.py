@@ -267,6 +267,31 @@ def test_a_sum_times_a_number_is_a_warning():
     assert run_warm(job, 2, warned, build, scaled, data(ignored=False)) == [[said]] * 2
 
 
+def in_closures(rt, *, calls_inside):
+    """Train one step, whose optimizer runs the backward pass; return how weights changed."""
+    model = rt.shard(build())
+    update = rt.optimizer(torch.optim.SGD(model.parameters(), lr=0.1))
+    x, y = (tensor.chunk(2)[rt.rank] for tensor in data(ignored=True)[0])
+    before = model.up.weight.detach().clone()
+    output = None if calls_inside else model(x)
+
+    def closure():
+        loss = CROSS_ENTROPY(model(x) if calls_inside else output, y)
+        loss.backward()
+        return loss
+
+    with pytest.raises(ModelError, match="the loss of this loop divides cross_entropy"):
+        update.step(closure)
+    return (model.up.weight - before).abs().max().item()
+
+
+@pytest.mark.parametrize("calls_inside", [True, False])
+def test_a_backward_pass_in_a_closure_is_seen(calls_inside):
+    run = functools.partial(job, functools.partial(in_closures, calls_inside=calls_inside))
+
+    assert run_warm(run, 2) == [0.0, 0.0]
+
+
 class Other(TorchFunctionMode):
     def __torch_function__(self, func, types, args=(), kwargs=None):
         return func(*args, **(kwargs or {}))

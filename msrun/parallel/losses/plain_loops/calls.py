@@ -15,13 +15,13 @@ from torch import nn
 from msrun.parallel.config import DATA_AXIS, ParallelConfig
 from msrun.parallel.losses.batch import tensors_in
 from msrun.parallel.losses.call_hook import CallHook, trains
-from msrun.parallel.losses.decisions import Decisions
-from msrun.parallel.losses.plain_losses import PlainLosses
+from msrun.parallel.losses.decided.decisions import Decisions
+from msrun.parallel.losses.plain_loops.weights import PlainLosses
 from msrun.parallel.rank_context import RankContext
 
 
-class _Model(Protocol):
-    """A model of `rt.shard`."""
+class _ModelState(Protocol):
+    """The state of a model of `rt.shard`."""
 
     decisions: Decisions
     has_fixed_shapes: bool
@@ -44,7 +44,7 @@ class PlainLoop:
     def __init__(
         self,
         model: nn.Module,
-        state: _Model,
+        state: _ModelState,
         losses: PlainLosses,
         config: ParallelConfig,
         context: RankContext,
@@ -97,7 +97,7 @@ class PlainLoop:
 
 def watch_plain_loop(
     model: nn.Module,
-    state: _Model,
+    state: _ModelState,
     losses: PlainLosses,
     config: ParallelConfig,
     context: RankContext,

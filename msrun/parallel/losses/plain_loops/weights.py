@@ -108,7 +108,7 @@ class PlainLosses:
         window = self._window
         if window is None or window.has_ended:
             window = self._look(batch)
-        window.forget(tensor for tensor in tensors if tensor.numel() != 1)
+        window.take(tensor for tensor in tensors if tensor.numel() != 1)
 
     def _is_due(self, model: nn.Module) -> bool:
         step = self._steps + 1
@@ -235,10 +235,10 @@ class _Window(TorchFunctionMode):
                 watches.enter_context(watch)
             yield
 
-    def forget(self, tensors: Iterable[Tensor]) -> None:
-        """Take `tensors` for parts of the batch."""
+    def take(self, tensors: Iterable[Tensor]) -> None:
+        """Let `tensors` be parts of the batch."""
         for tensor in tensors:
-            self._losses.forget(tensor)
+            self._losses.take(tensor)
 
     def terms_of(self, loss: Tensor) -> list[Term]:
         """Return the means and sums of which `loss` is made.
@@ -292,7 +292,7 @@ def _weights(terms: Sequence[Term], loss: Tensor) -> list[Weight]:
 def _kind(term: Term, weight: float) -> Literal["mean", "sum", "scaled"]:
     if not term.is_sum or term.is_by_hand:
         return "mean"
-    return "scaled" if term.is_scaled else "sum" if weight == 1.0 else "mean"
+    return "sum" if weight == 1.0 else "scaled" if term.is_scaled else "mean"
 
 
 def _check(
