@@ -327,6 +327,8 @@ class Runtime:
 
         And look at optimizers that step without having come through the runtime.
         """
+        if self._plain_losses:  # what looks at a call would look at how the model is taken apart
+            self._plain_losses.drop()
         if self.world_size > 1 and self.config.mode != "manual":
             from msrun.parallel.data_parallel import other_wrappers
             from msrun.parallel.foreach.plain_steps import PlainSteps
@@ -776,6 +778,8 @@ class Runtime:
             self._wrappers.remove()
         if self._plain_steps:
             self._plain_steps.end()
+        if self._plain_losses:
+            self._plain_losses.drop()
         if self._remote:
             self._remote.close()
         if self.config.verify and self.is_main:

@@ -8,6 +8,8 @@ import torch
 from ranks import run_warm
 from test_counted_losses import COMPOSED, EXACT, PLAN, build, data, one_process
 from torch import nn
+from torch.export import export
+from torch.fx import symbolic_trace
 from torch.nn import functional
 from torch.overrides import TorchFunctionMode, _get_current_function_mode_stack
 
@@ -290,6 +292,25 @@ def test_a_backward_pass_in_a_closure_is_seen(calls_inside):
     run = functools.partial(job, functools.partial(in_closures, calls_inside=calls_inside))
 
     assert run_warm(run, 2) == [0.0, 0.0]
+
+
+def traced_between(rt):
+    """Call a model, trace another one, and train the first; return its weights."""
+    model = rt.shard(build())
+    update = rt.optimizer(torch.optim.SGD(model.parameters(), lr=0.1))
+    x, y = (tensor.chunk(2)[rt.rank] for tensor in data(ignored=False)[0])
+    output = model(x)
+    symbolic_trace(build())
+    export(build(), (x,))
+    CROSS_ENTROPY(output, y).backward()
+    update.step()
+    return [full_tensor(param.detach()) for param in model.parameters()]
+
+
+def test_models_may_be_traced_between_a_call_and_its_backward_pass():
+    found = run_warm(job, 2, traced_between)
+
+    equal(found, trained_alone(build(), plain, data(ignored=False)[:1]))
 
 
 class Other(TorchFunctionMode):
