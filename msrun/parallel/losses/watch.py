@@ -264,7 +264,8 @@ class LossWatch(LinkedTerms):
         value = full_tensor(loss)
         terms = [self._terms[index] for index in sorted(self._sources((loss,)) - ONLY_BATCH)]
         for term in terms:
-            if term.is_opaque:
+            is_number = bool(term.columns) and value.requires_grad and not term.total.requires_grad
+            if term.is_opaque or is_number:
                 raise of_part(term.name, term.hint)
         check_columns(value, [term for term in terms if term.columns])
         return terms

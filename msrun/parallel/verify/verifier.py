@@ -250,10 +250,13 @@ class Verifier:
     @contextlib.contextmanager
     def _unobserved(self) -> Iterator[None]:
         """Call the model without being observed."""
+        sharded = self._sharded()
+        loop = sharded.plain_loop if sharded else None
         if self._observer:
             self._observer.is_paused = True
         try:
-            yield
+            with loop.paused() if loop else contextlib.nullcontext():
+                yield
         finally:
             if self._observer:
                 self._observer.is_paused = False

@@ -6,8 +6,9 @@ in training, and the runtime calls `settle` before an optimizer steps.
 
 from __future__ import annotations
 
+import contextlib
 import weakref
-from collections.abc import Mapping
+from collections.abc import Iterator, Mapping
 from typing import Any, Protocol
 
 from torch import nn
@@ -53,6 +54,8 @@ class PlainLoop:
         self._group, self._device = context.of_samples.group(DATA_AXIS), context.device
         self._op = config.reduce.op
         self._is_of_step = False  # what was called since an optimizer stepped
+        self._is_paused = False
+        is_verified = bool(config.verify)
         own, watched = weakref.ref(self), weakref.ref(model)
 
         def calls(called: nn.Module) -> bool:
@@ -62,7 +65,7 @@ class PlainLoop:
 
         def begin(called: nn.Module, args: tuple[Any, ...], kwargs: Mapping[str, Any]) -> None:
             if calls(called):
-                losses.begin_call(called, tensors_in([args, kwargs]))
+                losses.begin_call(called, tensors_in([args, kwargs]), mixes=not is_verified)
 
         def end(called: nn.Module, args: tuple[Any, ...], kwargs: Any, output: Any) -> None:
             if calls(called):
@@ -75,7 +78,17 @@ class PlainLoop:
 
     def sees(self, model: nn.Module) -> bool:
         """Return whether a call of `model` is one of a plain loop."""
-        return trains(model) and not self._decisions.is_in_step
+        return trains(model) and not (self._decisions.is_in_step or self._is_paused)
+
+    @contextlib.contextmanager
+    def paused(self) -> Iterator[None]:
+        """Look at nothing inside, where calls and backward passes are those of `verify`."""
+        self._is_paused = True
+        try:
+            with self._losses.paused():
+                yield
+        finally:
+            self._is_paused = False
 
     def leave(self) -> None:
         """Leave what is called until the next optimizer step to `rt.step`."""

@@ -86,6 +86,7 @@ class PlainLosses:
 
     def __init__(self) -> None:
         self._steps = 0
+        self._is_paused = False
         self._follows_data = False
         self._window: _Window | None = None
         self._open = contextlib.ExitStack()
@@ -94,10 +95,18 @@ class PlainLosses:
         # Models that return no loss: after a first call, functions inside are left alone.
         self._without_loss: weakref.WeakSet[nn.Module] = weakref.WeakSet()
 
-    def begin_call(self, model: nn.Module, batch: Sequence[Tensor]) -> None:
-        """Look from now on: `model` is called in training with tensors of a `batch`."""
+    def begin_call(self, model: nn.Module, batch: Sequence[Tensor], *, mixes: bool) -> None:
+        """Look from now on: a model is called in training.
+
+        Args:
+            model: The model.
+            batch: Tensors that it gets.
+            mixes: Whether to look at the first step for what mixes samples.
+        """
         if self._is_due(model) and (self._steps == 0 or model not in self._without_loss):
-            self._look(batch)
+            window = self._look(batch)
+            if mixes and self._steps == 0:
+                window.look_for_mixtures(batch)
 
     def end_call(self, model: nn.Module, batch: Sequence[Tensor], output: Any) -> None:
         """Take the output of `model` for the batch of what follows, but for a loss."""
@@ -122,8 +131,6 @@ class PlainLosses:
             self._window = _Window(batch, self._note)
             self._open.enter_context(eagerly())
             self._open.enter_context(_below(self._window))
-        if self._steps == 0:
-            self._window.look_for_mixtures(batch)
         return self._window
 
     def settle(
@@ -159,9 +166,18 @@ class PlainLosses:
         self._close()
         self._found.clear()
 
+    @contextlib.contextmanager
+    def paused(self) -> Iterator[None]:
+        """Note nothing inside."""
+        self._is_paused = True
+        try:
+            yield
+        finally:
+            self._is_paused = False
+
     def _note(self, loss: Tensor) -> None:
         """Note what is differentiated."""
-        if self._window is None or loss.numel() != 1:
+        if self._window is None or self._is_paused or loss.numel() != 1:
             return
         try:
             mixture = self._window.mixture(loss)
