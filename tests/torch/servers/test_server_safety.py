@@ -152,7 +152,7 @@ def test_a_frame_longer_than_any_tensor_ends_its_connection(start):
 
 def test_what_is_no_message_is_dropped_and_the_log_says_so(start, capfd):
     _, port, pid = start(key=False)
-    from_nobody = Packet(session="s", sender=(RANK, 7), target=(SERVER, 1), word=Hail())
+    from_nobody = Packet(session=PLAN.session, sender=(RANK, 7), target=(SERVER, 1), word=Hail())
     before = resident(pid)
     with connected(port, None) as peer:
         assert peer.wait_up(PATIENCE * 1000)
@@ -187,7 +187,9 @@ TENSORS = st.builds(lambda mark, kind, sizes: {mark: [kind, *sizes]}, st.just("$
 @example(tree={"$": ["float32", *[2**63] * 20, 1.5]}, frames=[b""])
 @given(tree=JSON | TENSORS, frames=st.lists(st.binary(max_size=40), max_size=3))
 def test_whatever_a_head_says_of_its_frames_is_a_message_or_none(tree, frames):
-    [head] = encode(Packet(session="s", sender=(RANK, 0), target=(SERVER, 0), word=Hail()), tree)
+    [head] = encode(
+        Packet(session=PLAN.session, sender=(RANK, 0), target=(SERVER, 0), word=Hail()), tree
+    )
 
     with contextlib.suppress(ProtocolError):
         packet, _ = decode([head, *frames])
