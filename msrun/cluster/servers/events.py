@@ -147,6 +147,12 @@ class SendMessage(msgspec.Struct, frozen=True):
     payload: Payload = None
 
 
+class Unrecoverable(msgspec.Struct, frozen=True):
+    """End the job: rows are lost for good, or a server has broken a rule."""
+
+    reason: str
+
+
 # Actions of a server.
 
 
@@ -242,12 +248,6 @@ class DropSnapshots(msgspec.Struct, frozen=True):
     which: tuple[tuple[int, int], ...]
 
 
-class Unrecoverable(msgspec.Struct, frozen=True):
-    """End the job: rows are lost for good."""
-
-    reason: str
-
-
 # Actions of a worker.
 
 
@@ -335,7 +335,9 @@ ServerAction = (
     | SaveSnapshot
     | DropSnapshots
 )
-WorkerAction = SendMessage | DeliverRows | DeliverNorms | StepDone | BeginAt | WorkerLeft
+WorkerAction = (
+    SendMessage | DeliverRows | DeliverNorms | StepDone | BeginAt | WorkerLeft | Unrecoverable
+)
 CoordinatorAction = SendMessage | WriteDecision | ServersReleased | Unrecoverable
 
 NEVER = math.inf

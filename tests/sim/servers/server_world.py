@@ -272,8 +272,9 @@ class ServerWorld:
         self.outputs.append(f"-> {target[0]} {target[1]} {message!r}")
         self.driver.sent(len(self.messages) - 1)
 
-    def _Unrecoverable(self, _actor, action):  # noqa: N802
-        raise ServersViolationError(f"S5 rows are lost for good {action.reason}")
+    def _Unrecoverable(self, actor, action):  # noqa: N802
+        promise = "S5 rows are lost for good" if actor == HEAD else "S7 too stale on the wire:"
+        raise ServersViolationError(f"{promise} {action.reason}")
 
     # Actions of servers.
 

@@ -251,8 +251,8 @@ class WorkerScript(Script):
         return self._said(wire.Ack, server, clock, **words)
 
     def rows(self, server, asked, clock="", **words):
-        words = {"version": asked, "part": getattr(self, "parts", 0)} | words
-        return self._said(wire.Rows, server, clock or asked, asked=asked, oldest=asked, **words)
+        words = {"version": asked, "part": getattr(self, "parts", 0), "oldest": asked} | words
+        return self._said(wire.Rows, server, clock or asked, asked=asked, **words)
 
     def norms(self, server, asked, absent="", **words):
         words = {"round": 1, "rounds": words.get("round", 1), "version": asked} | words
