@@ -10,6 +10,7 @@ import subprocess
 import sys
 import textwrap
 from functools import partial
+from pathlib import Path
 
 import psutil
 import pytest
@@ -69,6 +70,63 @@ def test_a_killed_server_comes_back_alone_and_outlives_a_killed_worker(train, tm
     assert [restarts for _, restarts in between] == [0, 1]
     assert job.verdict()["restarts"] == 1
     assert "[msrun] server 1 starts again, restart 1\n" in (job.logs / "server_1.log").read_text()
+
+
+def test_a_killed_scheduler_costs_neither_a_server_nor_a_step(train, tmp_path):
+    """A server that is killed just after it starts again all the same."""
+    job = train("--max-restarts", 2)
+    before = servers(job)
+    kill(job.find("msrun scheduler"))
+    kill(job.find("msrun server 1"))
+    (tmp_path / "go1").touch()
+    job.until_logged("at go3", 0, 1)
+    job.until_said("the scheduler was killed by SIGKILL")
+    after = until(lambda: started_again(job, before), "for the second life of server 1")
+    (tmp_path / "go3").touch()
+
+    assert job.wait() == 0
+    assert "equal" in job.log(0)
+    assert after[0] == before[0]
+    assert job.verdict()["restarts"] == 0
+
+
+def started_again(job, before):
+    """Return both servers once the second is another process than before."""
+    found = servers(job)
+    return found if found[1][0] != before[1][0] and found[1][1] == 1 else None
+
+
+KILL_SERVERS = Path(__file__).parents[2] / "scripts" / "kill_servers.py"
+
+
+@pytest.mark.slow
+@pytest.mark.timeout(1800)
+@pytest.mark.parametrize(
+    ("kills", "words"),
+    [
+        (80, ["--others", 0.2, "--most", 1]),
+        (20, ["--others", 0.4, "--most", 1, "--nodes", 2]),
+        (20, ["--others", 0.2, "--replicas", 0, "--every", 20]),
+    ],
+    ids=["copies", "nodes", "snapshots"],
+)
+def test_no_kill_of_any_process_loses_a_step(kills, words, runtime):
+    """Ranks compare each loss with that of one process; with copies a lost server costs 1 s."""
+    words = ["--kills", kills, "--seed", secrets.randbelow(10**6), *words]
+    done = subprocess.run(
+        [sys.executable, str(KILL_SERVERS), *map(str, words)],
+        env=environment(runtime),
+        capture_output=True,
+        text=True,
+        check=False,
+    )
+    print(words, done.stdout, done.stderr)
+
+    assert done.returncode == 0
+    (total,) = re.findall(r"^.* kills of servers, .*$", done.stdout, re.MULTILINE)[-1:]
+    kinds = [int(number) for number in re.findall(r"(\d+) (?:kills of|of) ", total)]
+    assert sum(kinds) >= kills
+    assert all(kinds[: 4 if "--nodes" in words else 3])
 
 
 def scale(job, servers):
