@@ -52,7 +52,7 @@ from msrun.cluster.servers.messages import (
     ServerHello,
     SnapshotMissing,
 )
-from msrun.cluster.servers.ownership import Ownership, Slice, Table, balance, mirrored
+from msrun.cluster.servers.ownership import Ownership, Table, balance, mirrored
 
 
 class Outstanding(msgspec.Struct, frozen=True):
@@ -94,7 +94,6 @@ class CoordinatorState:
     _opened: set[int] = field(default_factory=set)
     _is_complete: bool = False
     _reports: dict[int, Frozen] = field(default_factory=dict)
-    _traffic: dict[Slice, float] = field(default_factory=dict)
     _sent: dict[int, Outstanding] = field(default_factory=dict)
     _count: int = 0
     _is_over: bool = False
@@ -132,9 +131,8 @@ class CoordinatorState:
         match event:
             case Arrived(message=message):
                 self._hear(message)
-            case Scale(servers=servers, workers=workers, traffic=traffic):
+            case Scale(servers=servers, workers=workers):
                 self.servers, self.workers = tuple(sorted(servers)), tuple(sorted(workers))
-                self._traffic = dict(traffic)
                 if self.decision:
                     self._log(self.decision.ownership, self.decision.before, self.decision.pool)
         if not self._is_over:
@@ -297,7 +295,7 @@ class CoordinatorState:
             self.tables,
             self.servers,
             before=before.owners if before else None,
-            traffic=self._traffic | dict(traffic),
+            traffic=dict(traffic),
         )
         epoch = before.epoch + 1 if before else 1
         is_same = before is not None and before.clocks.keys() == clocks.keys()

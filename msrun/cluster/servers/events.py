@@ -117,15 +117,10 @@ class Finished(msgspec.Struct, frozen=True):
 
 
 class Scale(msgspec.Struct, frozen=True):
-    """Servers and workers are to be these from the next step boundary on.
-
-    Args:
-        traffic: Bytes that were pulled and pushed of each slice, where that was measured.
-    """
+    """Servers and workers are to be these from the next step boundary on."""
 
     servers: tuple[int, ...]
     workers: tuple[int, ...]
-    traffic: dict[Slice, float] = {}
 
 
 ServerEvent = Arrived | Saved | Tick
