@@ -80,6 +80,7 @@ class CoordinatorState:
         servers: Those that were asked for.
         workers: Those that were asked for.
         decision: The last one in the log; None for a new job.
+        nodes: Number of nodes with servers: number i is on node i modulo that.
     """
 
     term: int
@@ -88,6 +89,7 @@ class CoordinatorState:
     servers: tuple[int, ...]
     workers: tuple[int, ...]
     decision: DivisionRecord | None = None
+    nodes: int = 1
     _is_rollback: bool = False
     _lives: dict[int, int] = field(default_factory=dict)
     _adopted: set[int] = field(default_factory=set)
@@ -299,6 +301,7 @@ class CoordinatorState:
         )
         epoch = before.epoch + 1 if before else 1
         is_same = before is not None and before.clocks.keys() == clocks.keys()
+        node_of = {server: server % self.nodes for server in self.servers}
         ownership = Ownership(
             epoch=epoch,
             branch=before.branch if before and is_same else epoch,
@@ -306,7 +309,7 @@ class CoordinatorState:
             clocks=clocks,
             done=done,
             owners=owners,
-            copies=mirrored(owners, self.servers) if self.rules.replicas else {},
+            copies=mirrored(owners, node_of) if self.rules.replicas else {},
         )
         self._is_rollback = self._is_complete = False
         self._adopted.clear()

@@ -124,7 +124,7 @@ class ServerProcess:
                 count = wanted() or count
             disk = ServerDisk(folder / "head")
             self._latest = max(self._latest, _order_on(disk))
-            self._head = Head(disk, count, self._send_of_head)
+            self._head = Head(disk, count, place.nodes, self._send_of_head)
         read, self._wake = os.pipe2(os.O_NONBLOCK | os.O_CLOEXEC)
         loop.watch(read, lambda: self._on_store(read))
         self._book = AddressBook(

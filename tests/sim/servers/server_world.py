@@ -98,8 +98,9 @@ class ServerWorld:
         driver=None,
         parts=1,
         rounds=0,
+        nodes=1,
     ):
-        self.parts, self.rounds = parts, rounds
+        self.parts, self.rounds, self.nodes = parts, rounds, nodes
         self.rules, self.build = rules, build or ServersBuild()
         self.driver = driver or NullDriver()
         self.tables = tuple(Table(name=n, rows=r, row_bytes=4, slices=s) for n, r, s in tables)
@@ -160,6 +161,7 @@ class ServerWorld:
                 servers=decision.servers if decision else self.servers,
                 workers=decision.workers if decision else self.workers,
                 decision=decision,
+                nodes=self.nodes,
             )
         self.tick(kind, rank)
 
