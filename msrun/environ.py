@@ -29,8 +29,9 @@ SERVERS_DIR = "MSRUN_SERVERS_DIR"
 SERVER_ADDR = "MSRUN_SERVER_ADDR"
 # Over how many nodes servers are divided.
 SERVER_NODES = "MSRUN_SERVER_NODES"
-# In that directory, the hexadecimal digits of their secret; no file with --insecure.
+# In that directory, the hexadecimal digits of their secret, or with --insecure this word.
 SERVERS_KEY = "key"
+SERVERS_INSECURE = "insecure"
 SERVERS_COUNT = "count"
 # From `msrun verify` to rank 0: the file for its report.
 VERIFY = "MSRUN_VERIFY"

@@ -18,6 +18,8 @@ from ports import free_port
 from served import ELASTIC, TRAIN
 from support import PATIENCE, environment, kill, script, until
 
+from msrun.environ import SERVERS_KEY
+
 pytestmark = [pytest.mark.process, pytest.mark.torch]
 
 
@@ -70,6 +72,27 @@ def test_a_killed_server_comes_back_alone_and_outlives_a_killed_worker(train, tm
     assert [restarts for _, restarts in between] == [0, 1]
     assert job.verdict()["restarts"] == 1
     assert "[msrun] server 1 starts again, restart 1\n" in (job.logs / "server_1.log").read_text()
+
+
+def key(job):
+    """Return the file with the key of the servers, and what it holds."""
+    (path,) = job.runtime.rglob(f"servers/{SERVERS_KEY}")
+    return path, path.read_text()
+
+
+def test_a_server_has_a_key_of_the_job_and_nothing_of_its_script(train, tmp_path):
+    job = train()
+    path, text = key(job)
+    mode = path.stat().st_mode & 0o777
+    imported = {int(pid) for pid in (tmp_path / "imported").read_text().split()}
+    ranks = {row["pid"] for row in status(job)["ranks"]}
+    for name in ("go1", "go3"):
+        (tmp_path / name).touch()
+
+    assert job.wait() == 0
+    assert imported == ranks
+    assert re.fullmatch("[0-9a-f]{64}", text)
+    assert mode == 0o600
 
 
 def test_a_killed_scheduler_costs_neither_a_server_nor_a_step(train, tmp_path):
@@ -148,8 +171,8 @@ def said(job, line):
 
 
 def test_servers_come_and_go_while_a_job_runs(train, tmp_path):
-    job = train()
-    before = epoch(job, 1)
+    job = train("--insecure")
+    before, (_, said_of_keys) = epoch(job, 1), key(job)
     assert scale(job, 3) == f"msrun: job {job.name} goes from 2 to 3 parameter server(s)\n"
     more = epoch(job, 2)
     (tmp_path / "go1").touch()
@@ -161,6 +184,7 @@ def test_servers_come_and_go_while_a_job_runs(train, tmp_path):
 
     assert job.wait() == 0
     assert "equal" in job.log(0)
+    assert said_of_keys == "insecure"
     assert rows == [0]
     total = sum(before)
     for sizes in (before, more, fewer):
@@ -363,7 +387,8 @@ def test_servers_by_hand_are_nodes_of_their_own(cluster, tmp_path):
     given = {"workers": 2, "MS_SERVER_NUM": 2, "MSRUN_PARALLEL": "servers.yaml"}
     program = script(tmp_path, f"import msrun; msrun.join()\n{textwrap.dedent(TRAIN)}")
     servers = [
-        cluster.start("MS_PSERVER", program, MS_NODE_ID=node_id, **given) for node_id in ("1", "x")
+        cluster.start(role, program, MS_NODE_ID=node_id, **given)
+        for role, node_id in (("MS_PSERVER", "1"), ("MS_SERVER", "x"))
     ]
     cluster.start("MS_SCHED", program, **given)
     workers = [cluster.start("MS_WORKER", program, **given) for _ in range(2)]

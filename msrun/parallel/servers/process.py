@@ -25,7 +25,6 @@ import os
 import re
 import signal
 import sys
-import tempfile
 from collections import deque
 from functools import partial
 from pathlib import Path
@@ -119,9 +118,7 @@ class ServerProcess:
         wanted = None
         if place.server == 0:
             wanted = partial(read_count, place.directory)
-            count = place.count
-            if place.directory:
-                count = wanted() or count
+            count = wanted() or place.count
             disk = ServerDisk(folder / "head")
             self._latest = max(self._latest, _order_on(disk))
             self._head = Head(disk, count, place.nodes, self._send_of_head)
@@ -394,12 +391,10 @@ def main() -> int:
     env = environ.current()
     place = environ.servers_place(env)
     master = environ.master(env)
-    if place.server < 0 or master is None:
+    if place.server < 0 or not place.directory or master is None:
         raise UsageError("a parameter server is started by msrun, with --server-num")
     torch.set_grad_enabled(False)
-    loop = Loop()
-    directory = place.directory or tempfile.mkdtemp(prefix="msrun-servers-")
-    return ServerProcess(place, master, Path(directory), loop).run()
+    return ServerProcess(place, master, Path(place.directory), Loop()).run()
 
 
 if __name__ == "__main__":

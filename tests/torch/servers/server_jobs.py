@@ -47,8 +47,7 @@ class ServerJob:
         # It outlives a store, as that of a launcher does.
         self.listening = socket.create_server(("127.0.0.1", 0), backlog=64)
         self.next_store()
-        if key:
-            (folder / "key").write_text(secrets.token_hex(32))
+        (folder / "key").write_text(secrets.token_hex(32) if key else "insecure")
         self.env = {
             "MSRUN_SERVER_NUM": str(servers),
             "MSRUN_SERVERS_DIR": str(folder),

@@ -17,7 +17,7 @@ from test_server_memory import resident
 from test_server_starts import PLAN
 
 import msrun
-from msrun.errors import ProtocolError
+from msrun.errors import ProtocolError, UsageError
 from msrun.parallel.servers.addresses import read_key
 from msrun.parallel.servers.wire import (
     HEAD,
@@ -134,6 +134,26 @@ def test_without_a_key_anybody_is_heard_who_reaches_the_socket(start):
     _, port, _ = start(key=False)
     with connected(port, None) as anybody:
         assert is_heard(anybody)
+
+
+@pytest.mark.parametrize(
+    ("text", "said"),
+    [
+        (None, "no key of the parameter servers: {}: No such file or directory"),
+        ("", "{} holds no key of 32 bytes in hexadecimal digits"),
+        ("abc", "{} holds no key of 32 bytes in hexadecimal digits"),
+    ],
+)
+def test_without_a_whole_key_nobody_is_served(text, said, tmp_path):
+    """A file that was lost or cut short must not open a server to all."""
+    path = tmp_path / "key"
+    if text is not None:
+        path.write_text(text)
+
+    with pytest.raises(UsageError) as raised:
+        read_key(str(tmp_path))
+
+    assert str(raised.value) == said.format(path)
 
 
 def test_a_frame_longer_than_any_tensor_ends_its_connection(start):
