@@ -27,8 +27,11 @@ SERVER_NUM = "MSRUN_SERVER_NUM"
 # Directory of this node for their files; address of this node for their sockets.
 SERVERS_DIR = "MSRUN_SERVERS_DIR"
 SERVER_ADDR = "MSRUN_SERVER_ADDR"
-# In that directory, the hexadecimal digits of their secret; no file with --insecure.
+# Over how many nodes servers are divided.
+SERVER_NODES = "MSRUN_SERVER_NODES"
+# In that directory, the hexadecimal digits of their secret, or with --insecure this word.
 SERVERS_KEY = "key"
+SERVERS_INSECURE = "insecure"
 SERVERS_COUNT = "count"
 # From `msrun verify` to rank 0: the file for its report.
 VERIFY = "MSRUN_VERIFY"
@@ -68,6 +71,7 @@ _IDENTITY = (
     SERVER_NUM,
     SERVERS_DIR,
     SERVER_ADDR,
+    SERVER_NODES,
     "MS_SERVER_NUM",
 )
 # One step of Slurm, Open MPI, and what speaks PMI such as MPICH.
@@ -223,11 +227,13 @@ class ServersIdentity(msgspec.Struct, frozen=True, kw_only=True):
         total: How many there are.
         directory: Private directory of this node for their files.
         address: Address of this node for their sockets.
+        are_nodes: Each is a node of its own, without workers, in a cluster that began by hand.
     """
 
     total: int
     directory: str
     address: str
+    are_nodes: bool = False
 
 
 class WorkerIdentity(msgspec.Struct, frozen=True, kw_only=True):
@@ -386,9 +392,12 @@ def server_env(
         error_file: Where it leaves its exception.
     """
     env = {name: worker[name] for name in _SHARED_WITH_SERVERS if name in worker}
+    # A node with workers has one of them where servers are nodes of their own.
+    others = int(worker["WORLD_SIZE"]) if servers.are_nodes else 0
     return {
         **env,
         **_servers_env(servers),
+        SERVER_NODES: str(int(worker["GROUP_WORLD_SIZE"]) - others),
         ROLE: "server",
         SERVER_ID: str(number),
         # After `msrun scale` it may be one too many, and lives until others have its rows.
@@ -685,6 +694,7 @@ class ServersPlace(msgspec.Struct, frozen=True, kw_only=True):
         directory: Private directory of this node; empty without one.
         address: Address of this node for their sockets.
         ranks: Workers of the job.
+        nodes: Nodes with servers: number i is on the i-th of them, modulo their number.
     """
 
     count: int
@@ -692,6 +702,7 @@ class ServersPlace(msgspec.Struct, frozen=True, kw_only=True):
     directory: str
     address: str
     ranks: int
+    nodes: int = 1
 
 
 def servers_place(env: Mapping[str, str]) -> ServersPlace:
@@ -707,6 +718,7 @@ def servers_place(env: Mapping[str, str]) -> ServersPlace:
         directory=env.get(SERVERS_DIR, ""),
         address=env.get(SERVER_ADDR) or "127.0.0.1",
         ranks=_whole(env, "WORLD_SIZE", 1),
+        nodes=max(1, _whole(env, SERVER_NODES, 1)),
     )
 
 

@@ -6,14 +6,16 @@
 Each job trains for as long as there are kills: each server once, now and then a worker, the
 scheduler, or with `--nodes 2` all processes of the second node at once, whose place another one
 takes.  Every rank compares each loss with that of one process.  Prints how long the ranks had
-no step after each kill of a server, beside the load of the machine, and exits with 1 if a job
-failed or a loss was another.  `--busy N` keeps N processes busy meanwhile.
+no step after each kill of a server, beside the load of the machine.  Exits with 1 if a job failed
+or hung, or a loss was another; with `--most S` also if a pause was longer than S seconds and what
+the threads of the job waited for a core.  `--busy N` keeps N processes busy meanwhile.
 """
 
 from __future__ import annotations
 
 import argparse
 import contextlib
+import math
 import os
 import random
 import socket
@@ -22,7 +24,7 @@ import subprocess
 import sys
 import tempfile
 import time
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from itertools import pairwise
 from pathlib import Path
 
@@ -30,6 +32,8 @@ import psutil
 
 # Pauses above are printed, each with how long a rank had work and no core.
 _LONG_SECONDS = 1.0
+# A job without a step for that long hangs.
+_HANGS_SECONDS = 120.0
 
 TRAIN = """
 import os, pathlib, time
@@ -99,24 +103,23 @@ def last_step(folder: Path) -> tuple[int, float]:
     return int(step), float(at)
 
 
-def pause_after(folder: Path, at: float) -> float:
-    """Return how long the ranks were without a step around a time, once there are steps again."""
-    while True:
-        times = [float(line.split()[1]) for line in (folder / "steps-0").read_text().splitlines()]
-        after = [time for time in times if time > at]
-        if len(after) > 5:  # noqa: PLR2004 - the pause is over
-            around = [max(time for time in times if time <= at), *after]
-            return max(late - early for early, late in pairwise(around))
-        time.sleep(0.01)
+def pause_after(folder: Path, at: float) -> float | None:
+    """Return how long the ranks were without a step around a time; None as long as they are."""
+    times = [float(line.split()[1]) for line in (folder / "steps-0").read_text().splitlines()]
+    after = [time for time in times if time > at]
+    if len(after) <= 5:  # noqa: PLR2004 - the pause is not over
+        return None
+    around = [max(time for time in times if time <= at), *after]
+    return max(late - early for early, late in pairwise(around))
 
 
-def waited(ranks: list[psutil.Process]) -> list[float]:
-    """Return how long the script of each rank was ready to run and had no core, in seconds."""
-    found = []
-    for rank in ranks:
-        with contextlib.suppress(OSError):  # it has ended
-            words = Path(f"/proc/{rank.pid}/schedstat").read_text().split()
-            found.append(int(words[1]) / 1e9)
+def waited(processes: list[psutil.Process]) -> dict[Path, float]:
+    """Return how long each thread was ready to run and had no core, in seconds."""
+    found = {}
+    for each in processes:
+        for path in Path(f"/proc/{each.pid}/task").glob("*/schedstat"):
+            with contextlib.suppress(OSError):  # it has ended
+                found[path] = int(path.read_text().split()[1]) / 1e9
     return found
 
 
@@ -160,6 +163,8 @@ class Job:
     def __init__(self, folder: Path, given: argparse.Namespace, draw: random.Random) -> None:
         self._folder, self._given, self._draw = folder, given, draw
         self.pauses: list[float] = []
+        # The same, less what all threads of the job waited for a core.
+        self.own_pauses: list[float] = []
         self.others = dict.fromkeys(OTHERS, 0)
         self._launchers: list[subprocess.Popen[bytes]] = []
         with socket.create_server(("127.0.0.1", 0)) as free:
@@ -173,9 +178,23 @@ class Job:
         (self._folder / "secret").write_bytes(os.urandom(32))
         (self._folder / "secret").chmod(0o600)
         self._launchers = [self._launch(node) for node in range(given.nodes)]
-        self._torment()
+        try:
+            self._torment()
+        except TimeoutError as error:
+            print(error, flush=True)
+            for launcher in self._launchers:
+                launcher.terminate()
         (self._folder / "over").touch()
-        return max(launcher.wait() for launcher in self._launchers)
+        return max(abs(self._code_of(launcher)) for launcher in self._launchers)
+
+    @staticmethod
+    def _code_of(launcher: subprocess.Popen[bytes]) -> int:
+        try:
+            return launcher.wait(_HANGS_SECONDS)
+        except subprocess.TimeoutExpired:
+            print(f"no end within {_HANGS_SECONDS:.0f} s", flush=True)
+            launcher.kill()
+            return launcher.wait()
 
     def _launch(self, node: int) -> subprocess.Popen[bytes]:
         given, place = self._given, self._folder / f"place-{self.others['nodes']}-{node}"
@@ -203,12 +222,24 @@ class Job:
             for each in family(psutil.Process(launcher.pid), name)
         ]
 
+    def _until(self, is_so: Callable[[], bool]) -> None:
+        """Wait for something, as long as the job runs.
+
+        Raises:
+            TimeoutError: It takes long.
+        """
+        limit = time.monotonic() + _HANGS_SECONDS
+        while self._is_running and not is_so():
+            if time.monotonic() > limit:
+                text = f"no step for {_HANGS_SECONDS:.0f} s after step {last_step(self._folder)[0]}"
+                raise TimeoutError(text)
+            time.sleep(0.01)
+
     def _torment(self) -> None:
         killed: set[str] = set()
         while len(killed) < self._given.servers and self._is_running:
             before = last_step(self._folder)[0]
-            while last_step(self._folder)[0] < before + 5 and self._is_running:
-                time.sleep(0.02)
+            self._until(lambda: last_step(self._folder)[0] >= before + 5)  # noqa: B023 - at once
             time.sleep(self._draw.random() * 0.2)
             if self._draw.random() < self._given.others:
                 self._kill_other(self._draw.choice([*OTHERS][: 1 + self._given.nodes]))
@@ -217,7 +248,7 @@ class Job:
             if victims:
                 victim = self._draw.choice(victims)
                 killed.add(server_number(victim))
-                self._kill(victim, self._all(RANK))
+                self._kill(victim)
 
     def _kill_other(self, kind: str) -> None:
         if kind == "nodes":
@@ -238,18 +269,19 @@ class Job:
         self.others["nodes"] += 1
         self._launchers.append(self._launch(node))
 
-    def _kill(self, victim: psutil.Process, ranks: list[psutil.Process]) -> None:
-        number, before, at = server_number(victim), waited(ranks), time.monotonic()
+    def _kill(self, victim: psutil.Process) -> None:
+        number, before, at = server_number(victim), waited(self._all("")), time.monotonic()
         victim.kill()
+        self._until(lambda: pause_after(self._folder, at) is not None)
         pause = pause_after(self._folder, at)
+        if pause is None:  # the job has ended
+            return
+        idle = sum(late - before.get(each, 0.0) for each, late in waited(self._all("")).items())
         self.pauses.append(pause)
+        self.own_pauses.append(max(0.0, pause - idle))
         if pause > _LONG_SECONDS:
-            idle = max(
-                (late - early for early, late in zip(before, waited(ranks), strict=False)),
-                default=0.0,
-            )
-            said = f"no step for {pause:.2f} s; a rank waited {idle:.2f} s for a core meanwhile"
-            print(f"server {number}: {said}", flush=True)
+            said = f"no step for {pause:.2f} s; all threads waited {idle:.2f} s for a core"
+            print(f"server {number}: {said} meanwhile", flush=True)
 
 
 def main() -> int:
@@ -261,6 +293,7 @@ def main() -> int:
     parser.add_argument("--servers", type=int, default=4)
     parser.add_argument("--others", type=float, default=0.1, help="share of the rest")
     parser.add_argument("--nodes", type=int, choices=[1, 2], default=1)
+    parser.add_argument("--most", type=float, default=math.inf, help="seconds of a pause")
     parser.add_argument("--seed", type=int, default=1)
     parser.add_argument("--busy", type=int, default=0, help="processes that keep the cores busy")
     given = parser.parse_args()
@@ -269,9 +302,10 @@ def main() -> int:
 
 
 def torment(given: argparse.Namespace) -> int:
-    """Return 1 if a job failed."""
+    """Return 1 if a job failed, or a pause was too long."""
     draw = random.Random(given.seed)  # noqa: S311 - of faults
     pauses: list[float] = []
+    longest = 0.0
     others = dict.fromkeys(OTHERS, 0)
     code = 0
     while len(pauses) + sum(others.values()) < given.kills and not code:
@@ -279,12 +313,17 @@ def torment(given: argparse.Namespace) -> int:
             job = Job(Path(place), given, draw)
             code = job.run()
         pauses += job.pauses
+        longest = max(longest, *job.own_pauses, 0.0)
         others = {kind: number + job.others[kind] for kind, number in others.items()}
         words = ", ".join(f"{number} of {kind}" for kind, number in others.items())
         text = f"{len(pauses)} kills of servers, {words}; exit code {code}"
         load = os.getloadavg()[0]
         print(f"{text}; {summary(pauses)}; load {load:.0f}", flush=True)
-    return 1 if code else 0
+    if longest > given.most:
+        print(
+            f"a pause of {longest:.2f} s beside waits for a core, and {given.most:g} s are allowed"
+        )
+    return 1 if code or longest > given.most else 0
 
 
 if __name__ == "__main__":

@@ -29,6 +29,7 @@ _ODDS: list[dict[str, object]] = [
     {"rounds": 1},
     {"replicas": 1},
     {"replicas": 1, "rounds": 2, "victims": "server", "kills": 0.2},
+    {"replicas": 1, "victims": "servers", "nodes": 2, "kills": 0.1},
     {"together": True, "victims": "server", "scales": 0.0},
     {"victims": "node", "kills": 0.1, "scales": 0.05},
     {"parts": 2, "scales": 0.1},

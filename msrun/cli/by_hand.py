@@ -36,6 +36,7 @@ from msrun.job import SERVERS_MAX, Framework, JobSpec
 from msrun.units import PORT_MAX, shown
 
 _SCHEDULER, _WORKER, _SERVER = _ROLES = ("MS_SCHED", "MS_WORKER", "MS_PSERVER")
+_ALIASES = {"MS_SERVER": _SERVER}  # MindSpore reads both
 # The program is always a Python command, even if the environment has one of these options.
 _OF_PROGRAMS = (options.MODULE, options.NO_PYTHON, options.RUN_PATH)
 _WORKERS_MAX = 999_999
@@ -122,6 +123,7 @@ def take_place(words: Sequence[str], system: System) -> int:
 
 def _read(env: Mapping[str, str]) -> _Membership:
     role = env.get(Hand.ROLE, "")
+    role = _ALIASES.get(role, role)
     if role not in _ROLES:
         raise UsageError(
             f"environment {Hand.ROLE}={shown(role)} is no role (choose {', '.join(_ROLES)})"

@@ -10,7 +10,7 @@ from msrun.transport.keys import hkdf
 
 
 def hand_over(directory: Path, secret: bytes | None, job_id: str) -> None:
-    """Make the directory of the servers, with their key.
+    """Make the directory of the servers, with their key, or the word that there is none.
 
     Args:
         directory: As `node_plan.servers_directory` has it.
@@ -22,9 +22,12 @@ def hand_over(directory: Path, secret: bytes | None, job_id: str) -> None:
     """
     directory.mkdir(mode=0o700, exist_ok=True)
     path = directory / environ.SERVERS_KEY
-    if secret is not None and not path.exists():
-        key = hkdf(secret, f"msrun servers {job_id}".encode())
-        write_private(str(path), key.hex())
+    if path.exists():
+        return
+    if secret is None:
+        write_private(str(path), environ.SERVERS_INSECURE)
+    else:
+        write_private(str(path), hkdf(secret, f"msrun servers {job_id}".encode()).hex())
 
 
 def count(directory: Path, total: int) -> None:

@@ -250,8 +250,13 @@ def servers_identity(job: JobSpec, run_dir: str) -> ServersIdentity | None:
     """Return the parameter servers as processes of this node see them; None without any."""
     if not job.servers:
         return None
-    directory = servers_directory(run_dir)
-    return ServersIdentity(total=job.servers, directory=directory, address=job.address)
+    is_counted = not job.is_alone and job.world_size is not None
+    return ServersIdentity(
+        total=job.servers,
+        directory=servers_directory(run_dir),
+        address=job.address,
+        are_nodes=is_counted and job.nnodes_min < job.nnodes_max,
+    )
 
 
 def join_seconds(job: JobSpec) -> int:

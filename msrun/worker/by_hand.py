@@ -18,9 +18,11 @@ from msrun.identity import Hand
 from msrun.units import shown
 
 _STANDARD = (0, 1, 2)
+_SERVER = "the script goes no further, since this process has a parameter server"
 _BECOMES = {
     "MS_SCHED": "the script goes no further, since this process has the scheduler",
-    "MS_PSERVER": "the script goes no further, since this process has a parameter server",
+    "MS_PSERVER": _SERVER,
+    "MS_SERVER": _SERVER,
     "MS_WORKER": "the script begins again as a worker of this process",
 }
 

@@ -73,8 +73,7 @@ def _be_server(env: dict[str, str]) -> None:
 def served(*, has_keys: bool) -> Iterator[int]:
     """Run a server, for a rank in this process; yield its pid."""
     with tempfile.TemporaryDirectory() as folder:
-        if has_keys:
-            Path(folder, "key").write_text(secrets.token_hex(32))
+        Path(folder, "key").write_text(secrets.token_hex(32) if has_keys else "insecure")
         store = dist.TCPStore("127.0.0.1", 0, is_master=True, wait_for_workers=False)  # type: ignore[attr-defined]
         env = {
             "MSRUN_SERVER_NUM": "1",

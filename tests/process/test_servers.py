@@ -10,12 +10,15 @@ import subprocess
 import sys
 import textwrap
 from functools import partial
+from pathlib import Path
 
 import psutil
 import pytest
 from ports import free_port
 from served import ELASTIC, TRAIN
 from support import PATIENCE, environment, kill, script, until
+
+from msrun.environ import SERVERS_KEY
 
 pytestmark = [pytest.mark.process, pytest.mark.torch]
 
@@ -71,6 +74,84 @@ def test_a_killed_server_comes_back_alone_and_outlives_a_killed_worker(train, tm
     assert "[msrun] server 1 starts again, restart 1\n" in (job.logs / "server_1.log").read_text()
 
 
+def key(job):
+    """Return the file with the key of the servers, and what it holds."""
+    (path,) = job.runtime.rglob(f"servers/{SERVERS_KEY}")
+    return path, path.read_text()
+
+
+def test_a_server_has_a_key_of_the_job_and_nothing_of_its_script(train, tmp_path):
+    job = train()
+    path, text = key(job)
+    mode = path.stat().st_mode & 0o777
+    imported = {int(pid) for pid in (tmp_path / "imported").read_text().split()}
+    ranks = {row["pid"] for row in status(job)["ranks"]}
+    for name in ("go1", "go3"):
+        (tmp_path / name).touch()
+
+    assert job.wait() == 0
+    assert imported == ranks
+    assert re.fullmatch("[0-9a-f]{64}", text)
+    assert mode == 0o600
+
+
+def test_a_killed_scheduler_costs_neither_a_server_nor_a_step(train, tmp_path):
+    """A server that is killed just after it starts again all the same."""
+    job = train("--max-restarts", 2)
+    before = servers(job)
+    kill(job.find("msrun scheduler"))
+    kill(job.find("msrun server 1"))
+    (tmp_path / "go1").touch()
+    job.until_logged("at go3", 0, 1)
+    job.until_said("the scheduler was killed by SIGKILL")
+    after = until(lambda: started_again(job, before), "for the second life of server 1")
+    (tmp_path / "go3").touch()
+
+    assert job.wait() == 0
+    assert "equal" in job.log(0)
+    assert after[0] == before[0]
+    assert job.verdict()["restarts"] == 0
+
+
+def started_again(job, before):
+    """Return both servers once the second is another process than before."""
+    found = servers(job)
+    return found if found[1][0] != before[1][0] and found[1][1] == 1 else None
+
+
+KILL_SERVERS = Path(__file__).parents[2] / "scripts" / "kill_servers.py"
+
+
+@pytest.mark.slow
+@pytest.mark.timeout(1800)
+@pytest.mark.parametrize(
+    ("kills", "words"),
+    [
+        (80, ["--others", 0.2, "--most", 1]),
+        (20, ["--others", 0.4, "--most", 1, "--nodes", 2]),
+        (20, ["--others", 0.2, "--replicas", 0, "--every", 20]),
+    ],
+    ids=["copies", "nodes", "snapshots"],
+)
+def test_no_kill_of_any_process_loses_a_step(kills, words, runtime):
+    """Ranks compare each loss with that of one process; with copies a lost server costs 1 s."""
+    words = ["--kills", kills, "--seed", secrets.randbelow(10**6), *words]
+    done = subprocess.run(
+        [sys.executable, str(KILL_SERVERS), *map(str, words)],
+        env=environment(runtime),
+        capture_output=True,
+        text=True,
+        check=False,
+    )
+    print(words, done.stdout, done.stderr)
+
+    assert done.returncode == 0
+    (total,) = re.findall(r"^.* kills of servers, .*$", done.stdout, re.MULTILINE)[-1:]
+    kinds = [int(number) for number in re.findall(r"(\d+) (?:kills of|of) ", total)]
+    assert sum(kinds) >= kills
+    assert all(kinds[: 4 if "--nodes" in words else 3])
+
+
 def scale(job, servers):
     words = [sys.executable, "-m", "msrun", "scale", job.name, "--servers", str(servers)]
     done = subprocess.run(words, env=environment(job.runtime), capture_output=True, check=True)
@@ -90,8 +171,8 @@ def said(job, line):
 
 
 def test_servers_come_and_go_while_a_job_runs(train, tmp_path):
-    job = train()
-    before = epoch(job, 1)
+    job = train("--insecure")
+    before, (_, said_of_keys) = epoch(job, 1), key(job)
     assert scale(job, 3) == f"msrun: job {job.name} goes from 2 to 3 parameter server(s)\n"
     more = epoch(job, 2)
     (tmp_path / "go1").touch()
@@ -103,6 +184,7 @@ def test_servers_come_and_go_while_a_job_runs(train, tmp_path):
 
     assert job.wait() == 0
     assert "equal" in job.log(0)
+    assert said_of_keys == "insecure"
     assert rows == [0]
     total = sum(before)
     for sizes in (before, more, fewer):
@@ -305,7 +387,8 @@ def test_servers_by_hand_are_nodes_of_their_own(cluster, tmp_path):
     given = {"workers": 2, "MS_SERVER_NUM": 2, "MSRUN_PARALLEL": "servers.yaml"}
     program = script(tmp_path, f"import msrun; msrun.join()\n{textwrap.dedent(TRAIN)}")
     servers = [
-        cluster.start("MS_PSERVER", program, MS_NODE_ID=node_id, **given) for node_id in ("1", "x")
+        cluster.start(role, program, MS_NODE_ID=node_id, **given)
+        for role, node_id in (("MS_PSERVER", "1"), ("MS_SERVER", "x"))
     ]
     cluster.start("MS_SCHED", program, **given)
     workers = [cluster.start("MS_WORKER", program, **given) for _ in range(2)]

@@ -52,7 +52,7 @@ from msrun.cluster.servers.messages import (
     ServerHello,
     SnapshotMissing,
 )
-from msrun.cluster.servers.ownership import Ownership, Slice, Table, balance, mirrored
+from msrun.cluster.servers.ownership import Ownership, Table, balance, mirrored
 
 
 class Outstanding(msgspec.Struct, frozen=True):
@@ -80,6 +80,7 @@ class CoordinatorState:
         servers: Those that were asked for.
         workers: Those that were asked for.
         decision: The last one in the log; None for a new job.
+        nodes: Number of nodes with servers: number i is on node i modulo that.
     """
 
     term: int
@@ -88,13 +89,13 @@ class CoordinatorState:
     servers: tuple[int, ...]
     workers: tuple[int, ...]
     decision: DivisionRecord | None = None
+    nodes: int = 1
     _is_rollback: bool = False
     _lives: dict[int, int] = field(default_factory=dict)
     _adopted: set[int] = field(default_factory=set)
     _opened: set[int] = field(default_factory=set)
     _is_complete: bool = False
     _reports: dict[int, Frozen] = field(default_factory=dict)
-    _traffic: dict[Slice, float] = field(default_factory=dict)
     _sent: dict[int, Outstanding] = field(default_factory=dict)
     _count: int = 0
     _is_over: bool = False
@@ -132,9 +133,8 @@ class CoordinatorState:
         match event:
             case Arrived(message=message):
                 self._hear(message)
-            case Scale(servers=servers, workers=workers, traffic=traffic):
+            case Scale(servers=servers, workers=workers):
                 self.servers, self.workers = tuple(sorted(servers)), tuple(sorted(workers))
-                self._traffic = dict(traffic)
                 if self.decision:
                     self._log(self.decision.ownership, self.decision.before, self.decision.pool)
         if not self._is_over:
@@ -297,10 +297,11 @@ class CoordinatorState:
             self.tables,
             self.servers,
             before=before.owners if before else None,
-            traffic=self._traffic | dict(traffic),
+            traffic=dict(traffic),
         )
         epoch = before.epoch + 1 if before else 1
         is_same = before is not None and before.clocks.keys() == clocks.keys()
+        node_of = {server: server % self.nodes for server in self.servers}
         ownership = Ownership(
             epoch=epoch,
             branch=before.branch if before and is_same else epoch,
@@ -308,7 +309,7 @@ class CoordinatorState:
             clocks=clocks,
             done=done,
             owners=owners,
-            copies=mirrored(owners, self.servers) if self.rules.replicas else {},
+            copies=mirrored(owners, node_of) if self.rules.replicas else {},
         )
         self._is_rollback = self._is_complete = False
         self._adopted.clear()

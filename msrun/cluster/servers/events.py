@@ -117,15 +117,10 @@ class Finished(msgspec.Struct, frozen=True):
 
 
 class Scale(msgspec.Struct, frozen=True):
-    """Servers and workers are to be these from the next step boundary on.
-
-    Args:
-        traffic: Bytes that were pulled and pushed of each slice, where that was measured.
-    """
+    """Servers and workers are to be these from the next step boundary on."""
 
     servers: tuple[int, ...]
     workers: tuple[int, ...]
-    traffic: dict[Slice, float] = {}
 
 
 ServerEvent = Arrived | Saved | Tick
@@ -145,6 +140,12 @@ class SendMessage(msgspec.Struct, frozen=True):
     to: ToRank | ToPeer | ToHead
     message: Header
     payload: Payload = None
+
+
+class Unrecoverable(msgspec.Struct, frozen=True):
+    """End the job: rows are lost for good, or a server has broken a rule."""
+
+    reason: str
 
 
 # Actions of a server.
@@ -242,12 +243,6 @@ class DropSnapshots(msgspec.Struct, frozen=True):
     which: tuple[tuple[int, int], ...]
 
 
-class Unrecoverable(msgspec.Struct, frozen=True):
-    """End the job: rows are lost for good."""
-
-    reason: str
-
-
 # Actions of a worker.
 
 
@@ -335,7 +330,9 @@ ServerAction = (
     | SaveSnapshot
     | DropSnapshots
 )
-WorkerAction = SendMessage | DeliverRows | DeliverNorms | StepDone | BeginAt | WorkerLeft
+WorkerAction = (
+    SendMessage | DeliverRows | DeliverNorms | StepDone | BeginAt | WorkerLeft | Unrecoverable
+)
 CoordinatorAction = SendMessage | WriteDecision | ServersReleased | Unrecoverable
 
 NEVER = math.inf

@@ -8,6 +8,7 @@ A slice moves as one, with its optimizer state.
 
 from __future__ import annotations
 
+from collections import Counter
 from collections.abc import Iterable, Mapping
 from functools import partial
 from typing import Annotated
@@ -142,16 +143,47 @@ def balance(
     }
 
 
-def mirrored(owners: Mapping[str, list[int]], servers: Iterable[int]) -> dict[str, list[int]]:
-    """Return who has the copy of each slice: the server after its owner; nobody where it is alone.
+def mirrored(owners: Mapping[str, list[int]], nodes: Mapping[int, int]) -> dict[str, list[int]]:
+    """Return who has the copy of each slice; nobody where there is one server alone.
 
-    Neighbours among servers are on different nodes where there are several.
+    The copy is on another node than the slice wherever there is one.  Each server has the copies of
+    one other server.  Only where one node has more than half of the servers those of other nodes
+    have more, and divide the slices.
+
+    Args:
+        owners: As `balance` returns it.
+        nodes: Server -> its node.
     """
-    ring = sorted(servers)
+    holders = _holders(nodes)
+    if not holders:
+        return {}
+    turns = dict.fromkeys(nodes, 0)
+    found: dict[str, list[int]] = {}
+    for table, each in sorted(owners.items()):
+        found[table] = []
+        for owner in each:
+            among = holders[owner]
+            found[table].append(among[turns[owner] % len(among)])
+            turns[owner] += 1
+    return found
+
+
+def _holders(nodes: Mapping[int, int]) -> dict[int, list[int]]:
+    """Return which servers take turns with the copies of each; empty for one server alone."""
+    ring = sorted(nodes, key=lambda server: (nodes[server], server))
+    crowds = Counter(nodes.values())
+    crowd = max(crowds.values())
     if len(ring) < 2:  # noqa: PLR2004 - a copy beside its original is none
         return {}
-    after = dict(zip(ring, [*ring[1:], ring[0]], strict=True))
-    return {table: [after[owner] for owner in each] for table, each in owners.items()}
+    if len(crowds) > 1 and crowd * 2 > len(ring):
+        return {
+            server: others[place % len(others) :] + others[: place % len(others)]
+            for place, server in enumerate(ring)
+            for others in [[other for other in ring if nodes[other] != nodes[server]]]
+        }
+    # A node's servers are neighbours in the ring, so that none is as far from another as this.
+    step = crowd if len(crowds) > 1 else 1
+    return {server: [ring[(at + step) % len(ring)]] for at, server in enumerate(ring)}
 
 
 def _level(owner: dict[Slice, int], load: dict[Slice, float], loads: dict[int, float]) -> None:

@@ -49,6 +49,7 @@ from msrun.cluster.servers.events import (
     StepMeasures,
     ToHead,
     ToPeer,
+    Unrecoverable,
     WorkerAction,
     WorkerEvent,
     WorkerLeft,
@@ -231,12 +232,22 @@ class WorkerState:
         if self.phase is WorkerPhase.GREETING and isinstance(message, Welcome):
             self._welcomes[message.server] = message
         elif isinstance(message, Rows) and self._is_awaited(message):
-            self._rows[message.server] = payload
+            self._take_rows(message, payload)
         elif isinstance(message, Norms) and self._is_measured(message):
             self._norms[message.server] = payload
             self._absent |= set(message.absent)
         if self._is_lost(message, view):
             self.phase = WorkerPhase.LOST
+
+    def _take_rows(self, rows: Rows, payload: Payload) -> None:
+        """Keep rows, unless the server has ignored how old they may be."""
+        bound = self.rules.staleness
+        if rows.asked - rows.oldest <= bound:
+            self._rows[rows.server] = payload
+            return
+        text = f"server {rows.server} answered step {rows.asked} with rows that lack step "
+        text += f"{rows.oldest} of a worker, and the staleness is {bound:g}"
+        self._actions.append(Unrecoverable(text))
 
     def _is_awaited(self, rows: Rows) -> bool:
         is_last = (rows.asked, rows.part) == (self.clock, self._part)

@@ -22,7 +22,7 @@ from torch.distributed import (  # type: ignore[attr-defined]  # in torch's docu
     TCPStore,
 )
 
-from msrun.environ import SERVERS_COUNT, SERVERS_KEY
+from msrun.environ import SERVERS_COUNT, SERVERS_INSECURE, SERVERS_KEY
 from msrun.errors import UsageError
 from msrun.transport.keys import SECRET_BYTES
 
@@ -44,16 +44,21 @@ def read_count(directory: str) -> int | None:
 
 
 def read_key(directory: str) -> bytes | None:
-    """Return the secret of the servers; None in a job without authentication.
+    """Return the secret of the servers; None in a job that is said to have none.
 
     Raises:
-        UsageError: The file holds none.
+        UsageError: The file holds neither, or is not there: a server must not be open to all
+            because a file was lost.
     """
     path = Path(directory) / SERVERS_KEY
-    if not directory or not path.exists():
+    try:
+        text = path.read_text().strip()
+    except OSError as error:
+        raise UsageError(f"no key of the parameter servers: {path}: {error.strerror}") from None
+    if text == SERVERS_INSECURE:
         return None
     try:
-        secret = bytes.fromhex(path.read_text().strip())
+        secret = bytes.fromhex(text)
     except ValueError:
         secret = b""
     if len(secret) != SECRET_BYTES:

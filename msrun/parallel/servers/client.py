@@ -28,6 +28,7 @@ from msrun.cluster.servers.events import (
     StepBegins,
     StepEnds,
     StepMeasures,
+    Unrecoverable,
     WorkerAction,
     WorkerEvent,
     WorkerLeft,
@@ -449,6 +450,8 @@ class ServersClient:
                     self._book.search()
             case DeliverRows(rows=rows):
                 self._deliver(machine, rows)
+            case Unrecoverable(reason=reason):
+                self._fail(ProtocolError(f"parameter {reason}"))
             case DeliverNorms(norms=norms, absent=absent):
                 self._is_asked = False
                 self._answers.put(self._disagreement(absent[0]) if absent else list(norms.values()))

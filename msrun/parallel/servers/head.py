@@ -49,11 +49,13 @@ class Head:
     Args:
         disk: Where its log is.
         servers: Number of servers.
+        nodes: Number of nodes with servers.
         send: Sends a word.
     """
 
-    def __init__(self, disk: ServerDisk, servers: int, send: Send) -> None:
+    def __init__(self, disk: ServerDisk, servers: int, nodes: int, send: Send) -> None:
         self._disk = disk
+        self._nodes = nodes
         self._wanted = servers
         self._send = send
         self._term = disk.count_start()
@@ -161,6 +163,7 @@ class Head:
             servers=decision.servers if decision else tuple(range(self._wanted)),
             workers=decision.workers if decision else tuple(range(plan.workers)),
             decision=decision,
+            nodes=self._nodes,
         )
         self._begun.clear()
         self._asking.clear()

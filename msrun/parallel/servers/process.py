@@ -13,7 +13,9 @@ no server waits for that after a kill, this file loses little:
 
 A *session* is what servers do for one life of the job's ranks.  Ranks that start again begin a new
 one, with the contents of a checkpoint or the model's first weights.  A server that starts again
-while the ranks live finds its session, and a snapshot, on its disk.
+while the ranks live finds its session, and a snapshot, on its disk.  What ranks of an earlier
+session have sent may come late: it is dropped, so that it neither ends a later session nor counts
+in one (`_is_late`).
 """
 
 from __future__ import annotations
@@ -23,7 +25,6 @@ import os
 import re
 import signal
 import sys
-import tempfile
 from collections import deque
 from functools import partial
 from pathlib import Path
@@ -65,6 +66,7 @@ from msrun.parallel.servers.wire import (
     Word,
     decode,
     encode,
+    session_order,
 )
 from msrun.transport.data_sockets import DataConnection, DataListener
 from msrun.transport.loop import Loop, new_context
@@ -93,6 +95,8 @@ class ServerProcess:
         self._secret = read_key(place.directory)
         self._disk = ServerDisk(folder / f"server-{place.server}")
         self._life = self._disk.count_start()
+        # Generation and count of the latest session that this process has heard of.
+        self._latest = _order_on(self._disk)
         self._peers = place.count + place.ranks
         self._context = new_context()
         listening = listen(place.address, 0)
@@ -114,10 +118,10 @@ class ServerProcess:
         wanted = None
         if place.server == 0:
             wanted = partial(read_count, place.directory)
-            count = place.count
-            if place.directory:
-                count = wanted() or count
-            self._head = Head(ServerDisk(folder / "head"), count, self._send_of_head)
+            count = wanted() or place.count
+            disk = ServerDisk(folder / "head")
+            self._latest = max(self._latest, _order_on(disk))
+            self._head = Head(disk, count, place.nodes, self._send_of_head)
         read, self._wake = os.pipe2(os.O_NONBLOCK | os.O_CLOEXEC)
         loop.watch(read, lambda: self._on_store(read))
         self._book = AddressBook(
@@ -226,6 +230,8 @@ class ServerProcess:
         except ProtocolError as error:
             self._drop(error)
             return
+        if self._is_late(packet):
+            return
         if route and packet.sender[0] == RANK:
             self._routes[packet.sender] = route
         elif route:
@@ -237,6 +243,15 @@ class ServerProcess:
                 self._send(packet.sender, answer)
         else:
             self._deliver(packet, payload)
+
+    def _is_late(self, packet: Packet) -> bool:
+        """Whether a message belongs to an earlier session than the latest one."""
+        word = packet.word
+        if isinstance(word, Setup | Begin):
+            order = session_order(word.plan.session)
+            self._latest = max(self._latest, order)
+            return order < self._latest
+        return bool(packet.session) and session_order(packet.session) < self._latest
 
     def _check_sender(self, sender: Actor) -> None:
         """Refuse a sender that no job of this size has: what is kept of each must not grow.
@@ -360,6 +375,12 @@ def lacking_memory(error: Exception) -> str | None:
     return "a step or a message" if is_lacking else None
 
 
+def _order_on(disk: ServerDisk) -> tuple[int, int]:
+    """Return the order of the session on a disk; before all others where there is none."""
+    plan = disk.plan()
+    return session_order(plan.session) if plan else (0, 0)
+
+
 def _server_of(actor: Actor) -> int:
     """Return which server an actor is, or is beside."""
     return 0 if actor[0] == HEAD else actor[1]
@@ -370,12 +391,10 @@ def main() -> int:
     env = environ.current()
     place = environ.servers_place(env)
     master = environ.master(env)
-    if place.server < 0 or master is None:
+    if place.server < 0 or not place.directory or master is None:
         raise UsageError("a parameter server is started by msrun, with --server-num")
     torch.set_grad_enabled(False)
-    loop = Loop()
-    directory = place.directory or tempfile.mkdtemp(prefix="msrun-servers-")
-    return ServerProcess(place, master, Path(directory), loop).run()
+    return ServerProcess(place, master, Path(place.directory), Loop()).run()
 
 
 if __name__ == "__main__":

@@ -13,6 +13,7 @@ it is one NaN in its whole shape, without memory.
 from __future__ import annotations
 
 import contextlib
+import itertools
 import os
 import sys
 import weakref
@@ -47,13 +48,15 @@ from msrun.parallel.servers.parameters.marks import names_on_servers
 from msrun.parallel.servers.parameters.remote_parameter import RemoteParameter, remote_parameters
 from msrun.parallel.servers.recipe import options_of, recipe_of, try_recipe
 from msrun.parallel.servers.routing import places_by_server
-from msrun.parallel.servers.wire import SessionPlan
+from msrun.parallel.servers.wire import SessionPlan, session_name
 from msrun.transport.data_sockets import FRAME_BYTES_MAX
 
 # What to ask for of whole parameters: see `server_session`.
 WHOLE = "whole"
 STATE = "state"
 LENT = "lent"
+# Counts the sessions of this process, of whatever model.
+_sessions = itertools.count(1)
 # Bytes a second that a slow network moves: what takes longer is not asked for again.
 _SLOW = 200e6
 
@@ -82,7 +85,6 @@ class RemoteParameters:
         self._gradients = RemoteGradients(self._all, self._terms(), self._servers)
         self._optimizer: weakref.ref[torch.optim.Optimizer] | None = None
         self._client: ServersClient | None = None
-        self._sessions = 0
         self._is_whole = True
         # Tables that this rank has not, while it has all others -> what servers make them of.
         self._absent: dict[str, TableSource | None]
@@ -194,12 +196,11 @@ class RemoteParameters:
     def _begin(self) -> None:
         """Begin a session with the values and the state that are here, which all ranks have."""
         optimizer, ranks = self._own_optimizer(), self._context.world_size
-        self._sessions += 1
-        drawn = self._context.broadcast(os.urandom(8)).hex()
+        name = session_name(self._generation, next(_sessions), os.urandom(8).hex())
         settings = self._settings
         total = sum(each.parameter.nbytes for each in self._all)
         plan = SessionPlan(
-            session=f"{self._generation}-{self._sessions}-{drawn}",
+            session=self._context.broadcast(name.encode()).decode(),
             tables=[each.table for each in self._all],
             recipe=recipe_of(optimizer, self._names),
             rules=Rules(

@@ -10,7 +10,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Iterator, Mapping, Sequence
-from typing import Any
+from typing import Annotated, Any
 
 import msgspec
 import torch
@@ -30,6 +30,10 @@ SERVER = "server"
 HEAD = "head"
 
 Actor = tuple[str, int]
+# The job's generation, which session of its ranks this is, and what no other session has.
+_SESSION = "[0-9]{1,15}-[0-9]{1,15}-[0-9a-z]{1,64}"
+SessionName = Annotated[str, msgspec.Meta(pattern=f"^{_SESSION}$")]
+_MaybeSession = Annotated[str, msgspec.Meta(pattern=f"^({_SESSION})?$")]
 _MARK = "$"
 _SHARED_MARK = "@"
 # Smaller tensors are copied on arrival: their frames lie wherever in a buffer that many share.
@@ -48,7 +52,7 @@ class SessionPlan(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fiel
     """What servers do for one life of the job's ranks, from given contents on.
 
     Args:
-        session: A name that no other session of any job has.
+        session: A name that no other session of any job has: see `session_order`.
         tables: The parameters that servers own.
         recipe: The optimizer.
         rules: Staleness, snapshots, retries.
@@ -58,7 +62,7 @@ class SessionPlan(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fiel
         sources: Table that no rank has -> what servers make it of.
     """
 
-    session: str
+    session: SessionName
     tables: list[Table]
     recipe: Recipe
     rules: Rules
@@ -148,7 +152,7 @@ class Packet(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=Tr
         payload: Its payload, without tensors.
     """
 
-    session: str
+    session: _MaybeSession
     sender: Actor
     target: Actor
     word: Word
@@ -170,6 +174,17 @@ _NO_MESSAGE = (
 )
 # Stands for a payload whose tensors are in shared memory that its receiver does not have.
 NOT_HERE = object()
+
+
+def session_name(generation: int, count: int, drawn: str) -> str:
+    """Return the name of a session: the `count`-th of the ranks of a generation."""
+    return f"{generation}-{count}-{drawn}"
+
+
+def session_order(session: str) -> tuple[int, int]:
+    """Return generation and count of a session: a later session has larger ones."""
+    generation, count, _ = session.split("-")
+    return int(generation), int(count)
 
 
 def encode(

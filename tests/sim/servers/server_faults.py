@@ -32,6 +32,7 @@ class ServerChaos(NullDriver):
         self.parts = 1
         self.replicas = 0
         self.rounds = 0
+        self.nodes = 1
         self.together = False
         self.met = set()
         for name, value in odds.items():
@@ -56,6 +57,7 @@ class ServerChaos(NullDriver):
             driver=self,
             parts=self.parts,
             rounds=self.rounds if self.rules.is_sync else 0,
+            nodes=self.nodes,
         )
         self.at(0.0, "start", *HEAD)
         for rank in range(servers):
@@ -132,11 +134,15 @@ class ServerChaos(NullDriver):
         draw, world = self.random, self.world
         kind = draw.choice(["server", "worker", "head", "node"])
         kind = kind if self.victims == "any" else self.victims
-        kinds = ["server", "worker"] if kind == "node" else [kind]
         rank = draw.randrange(4)
-        for each in kinds:
-            victim = HEAD if each == "head" else (each, rank)
-            if victim in world.alive and not (each == "worker" and rank in world.left):
+        if kind == "servers":  # all of one node
+            victims = [("server", n) for n in world.servers if (n - rank) % self.nodes == 0]
+        elif kind == "node":
+            victims = [("server", rank), ("worker", rank)]
+        else:
+            victims = [HEAD if kind == "head" else (kind, rank)]
+        for victim in victims:
+            if victim in world.alive and not (victim[0] == "worker" and rank in world.left):
                 self.tell("kill", *victim)
                 self.soon(draw.choice([0.1, 3.0, 8.0]), "start", *victim)
 

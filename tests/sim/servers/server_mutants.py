@@ -40,6 +40,15 @@ class OneTooStale(ServerState):
         return pull.clock - self._oldest() <= self.rules.staleness + 1
 
 
+class ServesAnyStep(ServerState):
+    """Answers a pull as soon as the worker's own pushes are here."""
+
+    def _may_serve(self, pull):
+        if self.rules.is_sync:
+            return super()._may_serve(pull)
+        return self.clocks[pull.worker] >= pull.clock
+
+
 class LosesRows(ServerState):
     """Takes the slices of one earlier owner for those of all."""
 
@@ -201,6 +210,8 @@ SERVER_MUTANTS = {
     "staleepoch": (ServersBuild(server=AcceptsStaleEpochs), {"scales": 0.05, "delay": 3.0}),
     "ackbeforedurable": (ServersBuild(server=AcksBeforeDurable), {}),
     "onetoostale": (ServersBuild(server=OneTooStale), {}),
+    # Of killed workers only the wire tells which pushes the rows hold.
+    "servesanystep": (ServersBuild(server=ServesAnyStep), {"kills": 0.3, "victims": "worker"}),
     "losesrows": (ServersBuild(server=LosesRows), {"scales": 0.05}),
     "asarrived": (ServersBuild(server=AddsAsTheyCome), {"delay": 0.5}),
     "doesnotsettle": (ServersBuild(server=DoesNotSettle), {"kills": 0.2, "victims": "worker"}),

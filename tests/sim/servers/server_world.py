@@ -98,8 +98,9 @@ class ServerWorld:
         driver=None,
         parts=1,
         rounds=0,
+        nodes=1,
     ):
-        self.parts, self.rounds = parts, rounds
+        self.parts, self.rounds, self.nodes = parts, rounds, nodes
         self.rules, self.build = rules, build or ServersBuild()
         self.driver = driver or NullDriver()
         self.tables = tuple(Table(name=n, rows=r, row_bytes=4, slices=s) for n, r, s in tables)
@@ -160,6 +161,7 @@ class ServerWorld:
                 servers=decision.servers if decision else self.servers,
                 workers=decision.workers if decision else self.workers,
                 decision=decision,
+                nodes=self.nodes,
             )
         self.tick(kind, rank)
 
@@ -272,8 +274,9 @@ class ServerWorld:
         self.outputs.append(f"-> {target[0]} {target[1]} {message!r}")
         self.driver.sent(len(self.messages) - 1)
 
-    def _Unrecoverable(self, _actor, action):  # noqa: N802
-        raise ServersViolationError(f"S5 rows are lost for good {action.reason}")
+    def _Unrecoverable(self, actor, action):  # noqa: N802
+        promise = "S5 rows are lost for good" if actor == HEAD else "S7 too stale on the wire:"
+        raise ServersViolationError(f"{promise} {action.reason}")
 
     # Actions of servers.
 

@@ -28,6 +28,7 @@ FIRST = {
     "onetoostale": 0,
     "opensatonce": 0,
     "othercurve": 89,
+    "servesanystep": 0,
     "staleepoch": 0,
     "twice": 0,
 }

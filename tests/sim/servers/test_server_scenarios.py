@@ -38,6 +38,11 @@ def pairs(text):
     return {int(k): int(v) for k, v in (word.split(":") for word in text.split(",") if word)}
 
 
+def of_slices(text):
+    """Return `0:96,2:7` as bytes of each slice."""
+    return {wire.Slice(TABLE, index): float(nbytes) for index, nbytes in pairs(text).items()}
+
+
 def owned(epoch, *, version=0, workers="0:0", owners="0", copies="", done="", branch="1"):
     return Ownership(
         epoch=int(epoch),
@@ -58,6 +63,8 @@ def show(value):  # noqa: PLR0911 - a table of kinds
             return f"epoch {value.epoch} from {value.version} {show(value.clocks)} on {owners}"
         case dict():
             return ",".join(f"{key}:{show(each)}" for key, each in sorted(value.items())) or "-"
+        case [wire.Slice() as piece, float() as nbytes]:
+            return f"{show(piece)}:{nbytes:g}"
         case list() | tuple():
             return ",".join(map(show, value)) or "-"
         case events.ToRank(worker=worker):
@@ -126,7 +133,7 @@ class Script:
 class ServerScript(Script):
     """Commands for server 0."""
 
-    def start(self, life="0", disk="", **rules):
+    def start(self, life="0", disk="", traffic="", **rules):
         snapshots = []
         for word in disk.split(";") if disk else []:
             epoch, version, clocks, *done = word.split("/")
@@ -134,7 +141,9 @@ class ServerScript(Script):
             left = pairs(",".join(done))
             snapshots.append(wire.Snapshot(**where, clocks=pairs(clocks), done=left))
         rules = self.rules(**rules)
-        self.state = ServerState(server=0, life=int(life), rules=rules, disk=snapshots)
+        self.state = ServerState(
+            server=0, life=int(life), rules=rules, disk=snapshots, traffic=of_slices(traffic)
+        )
         return Tick()
 
     def adopt(self, epoch, before="", **words):
@@ -251,8 +260,8 @@ class WorkerScript(Script):
         return self._said(wire.Ack, server, clock, **words)
 
     def rows(self, server, asked, clock="", **words):
-        words = {"version": asked, "part": getattr(self, "parts", 0)} | words
-        return self._said(wire.Rows, server, clock or asked, asked=asked, oldest=asked, **words)
+        words = {"version": asked, "part": getattr(self, "parts", 0), "oldest": asked} | words
+        return self._said(wire.Rows, server, clock or asked, asked=asked, **words)
 
     def norms(self, server, asked, absent="", **words):
         words = {"round": 1, "rounds": words.get("round", 1), "version": asked} | words
@@ -305,7 +314,7 @@ class CoordinatorScript(Script):
     def missing(self, server, epoch, life="0"):
         return self._from(wire.SnapshotMissing, server, epoch, life)
 
-    def frozen(self, server, epoch, version, count, saved="", life="0", clocks="0:0"):  # noqa: PLR0917 - as its words
+    def frozen(self, server, epoch, version, count, life="0", **words):
         return self._from(
             wire.Frozen,
             server,
@@ -314,9 +323,10 @@ class CoordinatorScript(Script):
             term=self.state.term,
             count=int(count),
             version=int(version),
-            clocks=pairs(clocks),
+            clocks=pairs(words.get("clocks", "0:0")),
             done={},
-            saved=numbers(saved),
+            saved=numbers(words.get("saved", "")),
+            traffic=sorted(of_slices(words.get("traffic", "")).items()),
         )
 
     def _from(self, kind, server, epoch, life, **more):

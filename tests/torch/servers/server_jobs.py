@@ -43,11 +43,11 @@ class ServerJob:
 
     def __init__(self, folder, servers, ranks, *, key=True, numbers=None):
         self.folder = folder
+        self.servers = servers
         # It outlives a store, as that of a launcher does.
         self.listening = socket.create_server(("127.0.0.1", 0), backlog=64)
         self.next_store()
-        if key:
-            (folder / "key").write_text(secrets.token_hex(32))
+        (folder / "key").write_text(secrets.token_hex(32) if key else "insecure")
         self.env = {
             "MSRUN_SERVER_NUM": str(servers),
             "MSRUN_SERVERS_DIR": str(folder),
@@ -74,7 +74,9 @@ class ServerJob:
         )
 
     def start(self, server):
+        total = max(self.servers, server + 1)  # after `msrun scale` it may be one more
         env = self.env | {"MSRUN_ROLE": "server", "MSRUN_SERVER_ID": str(server)}
+        env |= {"MSRUN_SERVER_NUM": str(total)}
         started = START.Process(target=_serve, args=(os.getpid(), env))
         started.start()
         self.processes[server] = started

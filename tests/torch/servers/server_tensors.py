@@ -60,21 +60,35 @@ def loss_of(model, inputs, labels):
 class Case:
     """A model, its optimizer, and the training of both in one process."""
 
-    def __init__(
-        self, optimizer, *, mode="sum", sparse=False, tables_only=False, decay=1.0, period=1000
-    ):
+    def __init__(self, optimizer, *, mode="sum", sparse=False, tables_only=False, decay=1.0):
         torch.manual_seed(7)
-        self.build = lambda: ClickModel(mode, sparse=sparse)
+        self.mode, self.sparse = mode, sparse
         model = self.build()
         if tables_only:
             model.out.requires_grad_(requires_grad=False)
         self.start = {name: each.detach().clone() for name, each in model.named_parameters()}
         self.trained = [name for name, each in model.named_parameters() if each.requires_grad]
-        self.decay, self.period = decay, period
+        self.decay = decay
         built = optimizer(model)
         names = {each: name for name, each in model.named_parameters()}
         self.recipe = recipe_of(built, names)
         self.model, self.optimizer = model, built
+
+    def build(self):
+        return ClickModel(self.mode, sparse=self.sparse)
+
+    def batch(self, clock, part=0, parts=1):
+        """Return inputs and labels of some samples of a step."""
+        return batch(clock, part, parts)
+
+    def loss_of(self, model, inputs, labels):
+        """Return the share of some samples in the mean loss of the whole batch."""
+        return loss_of(model, inputs, labels)
+
+    def looked_up(self, inputs):
+        """Return the rows of each table that these inputs need; of others they need all."""
+        items, _, users, friends = inputs
+        return {"items.weight": items, "users.weight": torch.cat([users, friends])}
 
     def options(self, clock):
         """Return what a scheduler would have made of the learning rates."""
@@ -90,7 +104,7 @@ class Case:
         for clock in range(steps):
             for group, rate in zip(self.optimizer.param_groups, rates, strict=True):
                 group["lr"] = rate * self.decay**clock
-            loss = loss_of(self.model, *batch(clock % self.period))
+            loss = self.loss_of(self.model, *self.batch(clock))
             self.optimizer.zero_grad()
             loss.backward()
             self.optimizer.step()
@@ -109,14 +123,15 @@ class TensorWorld(ServerWorld):
         self.counts = {table.name: table.slices for table in self.tables}
         self.losses = {}
         self.weights = {}
+        # How many steps of the slowest worker each pull's rows lacked.
+        self.lags = []
 
     def batch(self, rank, clock):
-        return batch(clock % self.case.period, rank, len(self.workers))
+        return self.case.batch(clock, rank, len(self.workers))
 
     def used(self, rank, clock):
         """Return the rows of each table that a worker needs."""
-        (items, _, users, friends), _ = self.batch(rank, clock)
-        known = {"items.weight": items, "users.weight": torch.cat([users, friends])}
+        known = self.case.looked_up(self.batch(rank, clock)[0])
         whole = {name: torch.arange(len(self.case.start[name])) for name in self.counts}
         return {name: known.get(name, whole[name]).unique() for name in self.counts}
 
@@ -134,7 +149,7 @@ class TensorWorld(ServerWorld):
 
     def compute(self, rank, me):
         clock, model = me.state.clock, me.values
-        loss = loss_of(model, *self.batch(rank, clock))
+        loss = self.case.loss_of(model, *self.batch(rank, clock))
         loss.backward()
         self.losses[clock, rank] = loss.item()
         weights = dict(model.named_parameters())
@@ -163,10 +178,11 @@ class TensorWorld(ServerWorld):
     def _SendRows(self, actor, action):  # noqa: N802
         owners = self.machine(actor).ownership.owners
         rows = {}
-        for name, ids in action.ask.items():
+        for name, ids in (action.ask or {}).items():
             places = places_by_server(ids, owners[name]).get(actor[1])
             if places is not None:
                 rows[name] = self.alive[actor].rows.read(name, ids[places])
+        self.lags.append(action.message.asked - action.message.oldest)
         self._post(("worker", action.message.worker), action.message, rows)
 
     def _ApplyStep(self, actor, action):  # noqa: N802
@@ -246,6 +262,14 @@ class TensorChaos(server_faults.ServerChaos):
             for rank in servers:
                 self.soon(2.0, "start", "server", rank)
         self.soon(0.4, "disturb")
+
+    def run(self):
+        threads = torch.get_num_threads()
+        torch.set_num_threads(1)  # tensors are small, and threads wait for each other
+        try:
+            return super().run()
+        finally:
+            torch.set_num_threads(threads)
 
     def tell(self, verb, *words):
         self.world.do(self.now, verb, *words)

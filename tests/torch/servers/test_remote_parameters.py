@@ -110,13 +110,6 @@ def check(found, expected):
             torch.testing.assert_close(state[name], weight, rtol=0, atol=TOLERANCE)
 
 
-def test_losses_and_weights_are_those_of_one_process(tmp_path, monkeypatch):
-    with serving(tmp_path, monkeypatch, 2, 2):
-        found = run_warm(train, 2, "adamw", {}, {})
-
-    check(found, single("adamw"))
-
-
 def run_each(cases):
     """Train every case in one go of ranks."""
     return {name: train(*words) for name, words in cases.items()}
@@ -139,6 +132,22 @@ def expected(optimizer, **options):
     return single(optimizer, **options)
 
 
+def check_all(found, cases):
+    for name, (optimizer, _, options) in cases.items():
+        check([each[name] for each in found], expected(optimizer, **options))
+
+
+def test_losses_and_weights_are_those_of_one_process(tmp_path, monkeypatch):
+    """And those of a table that has an optimizer of its own, SparseAdam."""
+    cases = {name: CASES[name] for name in ("sgd sparse", "momentum", "adamw", "adagrad", "zero")}
+    with serving(tmp_path, monkeypatch, 3, 2):
+        found = run_warm(run_each, 2, cases)
+        of_two_optimizers = run_warm(two_optimizers, 2)
+
+    check_all(found, cases)
+    check_two_optimizers(of_two_optimizers)
+
+
 @pytest.mark.slow
 @pytest.mark.parametrize("servers", [1, 2, 3])
 @pytest.mark.parametrize("ranks", [1, 2, 4])
@@ -151,8 +160,7 @@ def test_grid(servers, ranks, tmp_path, monkeypatch):
     with serving(tmp_path, monkeypatch, servers, ranks):
         found = run_warm(run_each, ranks, cases, timeout=200)
 
-    for name, (optimizer, _, options) in cases.items():
-        check([each[name] for each in found], expected(optimizer, **options))
+    check_all(found, cases)
 
 
 def plain_loop(config):
@@ -223,8 +231,7 @@ def apart(model):
     return torch.optim.SparseAdam(tables, lr=0.02), torch.optim.AdamW(rest, lr=0.01)
 
 
-@pytest.mark.slow
-def test_tables_have_an_optimizer_of_their_own(tmp_path, monkeypatch):
+def check_two_optimizers(found):
     model = build(sparse=True)
     both = apart(model)
     for step in range(STEPS):
@@ -233,10 +240,6 @@ def test_tables_have_an_optimizer_of_their_own(tmp_path, monkeypatch):
         LOSS(model(*inputs), labels).backward()
         for each in both:
             each.step()
-
-    with serving(tmp_path, monkeypatch, 2, 2):
-        found = run_warm(two_optimizers, 2)
-
     for state in found:
         for name, weight in model.state_dict().items():
             torch.testing.assert_close(state[name], weight, rtol=0, atol=TOLERANCE)

@@ -112,17 +112,6 @@ def test_kills_and_scaling_change_nothing_for_any_optimizer(name, seed):
     check(name, servers=2, workers=3, seed=seed, **odds)
 
 
-def test_bounded_staleness_learns():
-    case = Case(lambda m: torch.optim.SGD(groups(m), lr=1.0), period=2)
-    chaos = TensorChaos(case, servers=2, workers=3, steps=24, staleness=2, pace=0.5)
-    chaos.run()
-    world = chaos.world
-
-    curve = [sum(world.losses[clock, rank] for rank in range(3)) for clock in range(24)]
-
-    assert sum(curve[-4:]) < 0.75 * sum(curve[:4])
-
-
 @pytest.mark.parametrize("name", ["LBFGS", "Adafactor", "Rprop"])
 def test_an_optimizer_that_servers_do_not_offer_is_refused(name):
     weight = nn.Parameter(torch.ones(3, 2))

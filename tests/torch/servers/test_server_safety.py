@@ -17,7 +17,7 @@ from test_server_memory import resident
 from test_server_starts import PLAN
 
 import msrun
-from msrun.errors import ProtocolError
+from msrun.errors import ProtocolError, UsageError
 from msrun.parallel.servers.addresses import read_key
 from msrun.parallel.servers.wire import (
     HEAD,
@@ -136,6 +136,26 @@ def test_without_a_key_anybody_is_heard_who_reaches_the_socket(start):
         assert is_heard(anybody)
 
 
+@pytest.mark.parametrize(
+    ("text", "said"),
+    [
+        (None, "no key of the parameter servers: {}: No such file or directory"),
+        ("", "{} holds no key of 32 bytes in hexadecimal digits"),
+        ("abc", "{} holds no key of 32 bytes in hexadecimal digits"),
+    ],
+)
+def test_without_a_whole_key_nobody_is_served(text, said, tmp_path):
+    """A file that was lost or cut short must not open a server to all."""
+    path = tmp_path / "key"
+    if text is not None:
+        path.write_text(text)
+
+    with pytest.raises(UsageError) as raised:
+        read_key(str(tmp_path))
+
+    assert str(raised.value) == said.format(path)
+
+
 def test_a_frame_longer_than_any_tensor_ends_its_connection(start):
     _, port, pid = start(key=False)
     before = resident(pid)
@@ -152,7 +172,7 @@ def test_a_frame_longer_than_any_tensor_ends_its_connection(start):
 
 def test_what_is_no_message_is_dropped_and_the_log_says_so(start, capfd):
     _, port, pid = start(key=False)
-    from_nobody = Packet(session="s", sender=(RANK, 7), target=(SERVER, 1), word=Hail())
+    from_nobody = Packet(session=PLAN.session, sender=(RANK, 7), target=(SERVER, 1), word=Hail())
     before = resident(pid)
     with connected(port, None) as peer:
         assert peer.wait_up(PATIENCE * 1000)
@@ -187,7 +207,9 @@ TENSORS = st.builds(lambda mark, kind, sizes: {mark: [kind, *sizes]}, st.just("$
 @example(tree={"$": ["float32", *[2**63] * 20, 1.5]}, frames=[b""])
 @given(tree=JSON | TENSORS, frames=st.lists(st.binary(max_size=40), max_size=3))
 def test_whatever_a_head_says_of_its_frames_is_a_message_or_none(tree, frames):
-    [head] = encode(Packet(session="s", sender=(RANK, 0), target=(SERVER, 0), word=Hail()), tree)
+    [head] = encode(
+        Packet(session=PLAN.session, sender=(RANK, 0), target=(SERVER, 0), word=Hail()), tree
+    )
 
     with contextlib.suppress(ProtocolError):
         packet, _ = decode([head, *frames])

@@ -8,7 +8,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from msrun.cluster.servers.messages import Adopt, Message, Push
-from msrun.cluster.servers.ownership import Ownership, Slice, Table, balance
+from msrun.cluster.servers.ownership import Ownership, Slice, Table, balance, mirrored
 
 
 def bytes_per_server(tables, owners):
@@ -125,3 +125,47 @@ def test_traffic_does_not_change_the_bytes_of_a_server(servers):
     assert shares(lambda table, index: table.bytes_of(index)) == pytest.approx([1] * servers)
     busy = shares(lambda table, index: traffic[Slice(table.name, index)])
     assert busy == pytest.approx([1] * servers, abs=0.1)
+
+
+TABLES = [
+    Table(name="users", rows=2400, row_bytes=8, slices=12),
+    Table(name="b", rows=1, row_bytes=8),
+]
+
+
+@pytest.mark.parametrize("nodes", [2, 3, 4, 5, 9])
+@pytest.mark.parametrize("servers", range(2, 10))
+def test_a_copy_is_on_another_node_than_its_slice(servers, nodes):
+    """Number i is on node i modulo the nodes, so the last one may be on the node of the first."""
+    node_of = {server: server % nodes for server in range(servers)}
+    owners = balance(TABLES, range(servers))
+
+    copies = mirrored(owners, node_of)
+
+    assert copies.keys() == owners.keys()
+    for table, each in owners.items():
+        pairs = zip(each, copies[table], strict=True)
+        assert all(node_of[owner] != node_of[copy] for owner, copy in pairs)
+
+
+@pytest.mark.parametrize(("servers", "nodes"), [(2, 1), (3, 1), (4, 2), (4, 3), (7, 3), (9, 4)])
+def test_each_server_has_the_copies_of_one_other(servers, nodes):
+    owners = {"each": [*range(servers)]}
+
+    copies = mirrored(owners, {server: server % nodes for server in range(servers)})
+
+    assert sorted(copies["each"]) == owners["each"]
+    assert all(owner != copy for owner, copy in enumerate(copies["each"]))
+
+
+def test_servers_that_have_no_match_on_another_node_divide_the_copies():
+    """Three of five are on one node: the other two have the copies of all three."""
+    owners = {"t": [server for server in range(5) for _ in range(4)]}
+
+    copies = mirrored(owners, {server: server % 2 for server in range(5)})["t"]
+
+    assert [copies.count(server) for server in range(5)] == [3, 6, 3, 6, 2]
+
+
+def test_a_server_alone_has_no_copy():
+    assert mirrored({"users": [0, 0]}, {0: 0}) == {}
