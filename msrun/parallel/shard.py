@@ -232,7 +232,7 @@ def _shard_by_search(
             microbatches=applied.microbatches,
             is_pipeline=applied.is_pipeline,
             has_fixed_shapes=True,
-            dropout_rngs=applied.dropout_rngs,
+            step_rngs=applied.step_rngs,
             hooks=ParameterHooks(applied.model, can_run=False),
         )
         state.known = applied.known
@@ -240,7 +240,7 @@ def _shard_by_search(
     # The plan is equal to a configuration of the runtime, which runs it without the executor.
     resolved = _resolve_plan(applied.config, applied.context, model)
     state = _make_parallel(applied.context, model, resolved, originals)
-    state.dropout_rngs = applied.dropout_rngs
+    state.step_rngs = applied.step_rngs
     applied.finish()
     if applied.context.world_size > 1:
         split_random_streams(applied.context)
