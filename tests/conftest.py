@@ -126,6 +126,7 @@ THOROUGH = (
     "tests/torch/losses/test_counted_losses.py",
     "tests/torch/losses/test_step_batches.py",
     "tests/torch/models/test_fuzz_models.py",
+    "tests/torch/models/test_fuzz_techniques.py",
     "tests/torch/models/test_model_table.py",
     "tests/torch/models/test_models_pipeline.py",
     "tests/torch/pipeline/test_hooks_later.py",

@@ -64,7 +64,7 @@ if TYPE_CHECKING:
     from torch.nn import Parameter
     from torch.utils.hooks import RemovableHandle
 
-    from msrun.parallel.auto.dropout_rng import DropoutRng
+    from msrun.parallel.auto.random_steps.step_rng import StepRng
     from msrun.parallel.checkpoint.api import Checkpoints
     from msrun.parallel.data import LoaderOptions, MeshLoader, SizedDataset
     from msrun.parallel.data_parallel.stream import StreamLoader
@@ -130,7 +130,7 @@ class Runtime:
         )
         # Generators of each model that a plan of mode auto runs, in the order of `shard`: a
         # checkpoint stores and restores them by this position.
-        self._dropout_rngs: list[Sequence[DropoutRng]] = []
+        self._step_rngs: list[Sequence[StepRng]] = []
         self._deferred: DeferredInit | None = None
         self._known: KnownOptimizers | None = None
         self._remote: RemoteParameters | None = None
@@ -301,8 +301,8 @@ class Runtime:
             state.verifier = verifier = Verifier(self.config, self.context, copied)
             verifier.observe(state)
             self._verifiers.append(verifier)
-        if state.dropout_rngs:
-            self._dropout_rngs.append(state.dropout_rngs)
+        if state.step_rngs:
+            self._step_rngs.append(state.step_rngs)
         # Of the class: some of our models refuse hooks of others.
         nn.Module.register_forward_hook(result, _beat_after)
         return result
@@ -504,8 +504,8 @@ class Runtime:
         if self._remote:
             from msrun.parallel.servers.checkpoints import RemoteCheckpoints
 
-            return RemoteCheckpoints(self._remote, self.config, self.context, self._dropout_rngs)
-        return Checkpoints(self.config, self.context, self._dropout_rngs)
+            return RemoteCheckpoints(self._remote, self.config, self.context, self._step_rngs)
+        return Checkpoints(self.config, self.context, self._step_rngs)
 
     def save(
         self,

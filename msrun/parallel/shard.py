@@ -232,7 +232,7 @@ def _shard_by_search(
             microbatches=applied.microbatches,
             is_pipeline=applied.is_pipeline,
             has_fixed_shapes=True,
-            dropout_rngs=applied.dropout_rngs,
+            step_rngs=applied.step_rngs,
             hooks=ParameterHooks(applied.model, can_run=False),
         )
         state.known = applied.known
@@ -240,7 +240,7 @@ def _shard_by_search(
     # The plan is equal to a configuration of the runtime, which runs it without the executor.
     resolved = _resolve_plan(applied.config, applied.context, model)
     state = _make_parallel(applied.context, model, resolved, originals)
-    state.dropout_rngs = applied.dropout_rngs
+    state.step_rngs = applied.step_rngs
     applied.finish()
     if applied.context.world_size > 1:
         split_random_streams(applied.context)
@@ -408,7 +408,7 @@ def _make_parallel(
         exchanges_tokens=bool(experts),
         uncompiled=switch.off,
     )
-    state.sequences, state.copies = sequences, _copies(config, context, guard)
+    state.sequences, state.copies = sequences, _copies(config, context, model, guard)
     state.activations, state.host_step = offload, _host_step(config, model)
     state.late = _late_sums(config, guard, zero)
     return state
@@ -436,13 +436,16 @@ def _shard_over_data(
     )
 
 
-def _copies(config: ParallelConfig, context: RankContext, guard: Guard | None) -> Copies | None:
+def _copies(
+    config: ParallelConfig, context: RankContext, model: nn.Module, guard: Guard | None
+) -> Copies | None:
     """Return the copies of each micro-batch, if there are several and a plan for them."""
     if config.copies == 1 or guard is None:
         return None
     from msrun.parallel.copies.group import Copies
 
-    return Copies(config.copies, context.device, [(guard, "shared")])
+    own = [(guard, "shared"), *torch_compat.notes_of_forward(model)]
+    return Copies(config.copies, context.device, own)
 
 
 def _late_sums(

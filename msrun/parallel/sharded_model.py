@@ -26,7 +26,7 @@ from msrun.parallel.weights.memory import ParameterMemory
 if TYPE_CHECKING:
     from torch.distributed.fsdp import FSDPModule
 
-    from msrun.parallel.auto.dropout_rng import DropoutRng
+    from msrun.parallel.auto.random_steps.step_rng import StepRng
     from msrun.parallel.copies.group import Copies
     from msrun.parallel.data_parallel.collective_order import CollectiveOrder
     from msrun.parallel.data_parallel.parameter_hooks import ParameterHooks
@@ -189,7 +189,7 @@ class ShardedModel:
         excluded: Names of parameters whose gradients are not reduced.
         snapshot: Parameters as of `shard`; None allows changes.
         order: Compares the order in which ranks gather modules; None without ZeRO.
-        dropout_rngs: Random generators of a model that a plan of mode auto runs.
+        step_rngs: Random generators of a model that a plan of mode auto runs.
         replicas: Compares replicas now and then; None on one rank.
         micro_batches: What micro-batches do to buffers; None in a pipeline.
         hooks: Gradient hooks of the script, which run once gradients are complete.
@@ -240,7 +240,7 @@ class ShardedModel:
         excluded: Collection[str] = (),
         snapshot: ParameterSnapshot | None = None,
         order: CollectiveOrder | None = None,
-        dropout_rngs: Sequence[DropoutRng] = (),
+        step_rngs: Sequence[StepRng] = (),
         replicas: ReplicaDigest | None = None,
         micro_batches: _MicroBatches | None = None,
         hooks: ParameterHooks,
@@ -270,7 +270,7 @@ class ShardedModel:
             order.before_gather = self.decisions.before_gather
         self.replicas = replicas
         self._micro_batches = micro_batches
-        self.dropout_rngs = dropout_rngs
+        self.step_rngs = step_rngs
         self.is_described = False
         self._gathering: list[weakref.ref[FSDPModule]] = []
         self._excluded = excluded

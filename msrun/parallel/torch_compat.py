@@ -965,6 +965,23 @@ def begin_units(model: FSDPModule) -> None:
     fully_shard.state(model)._lazy_init()  # type: ignore[attr-defined]  # noqa: SLF001
 
 
+def notes_of_forward(model: nn.Module) -> list[tuple[object, str]]:
+    """Return what units of `fully_shard` note while a forward runs: objects, names of attributes.
+
+    The outermost unit has begun.
+    """
+    from torch.distributed.fsdp import FSDPModule, fully_shard
+
+    found: list[tuple[object, str]] = []
+    for module in model.modules():
+        if isinstance(module, FSDPModule):
+            state: Any = fully_shard.state(module)  # type: ignore[attr-defined]
+            found += [(part, "_training_state") for part in (state, *state._fsdp_param_groups)]  # noqa: SLF001
+            if (root := (state._state_ctx, "iter_forward_root")) not in found:  # noqa: SLF001
+                found.append(root)
+    return found
+
+
 def is_gathered(unit: FSDPModule) -> bool:
     """Return whether the parameters of a unit of `fully_shard` are whole on this rank."""
     from torch.distributed.fsdp import fully_shard

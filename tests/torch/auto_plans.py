@@ -13,9 +13,25 @@ from msrun.parallel.search.plan.plan import VERSION, SavedPlan, write_plan
 from msrun.parallel.search.plan.plan_io import identity, shared
 from msrun.parallel.search.solve.build import build
 from msrun.parallel.search.solve.eliminate import solve
-from msrun.parallel.search.solve.problem import Setting, named_by
+from msrun.parallel.search.solve.problem import Edge, Problem, Setting, named_by
 
 SAMPLES = {"b0", "d0", "b"}
+
+
+def drawn(problem, rng):
+    """Return a plan at random: the best when costs are."""
+    nodes = list(problem.nodes)
+    edges = []
+    for edge in problem.edges:
+        noise = rng.random(edge.seconds.shape) * rng.choice([0.1, 1.0, 4.0])
+        edges.append(
+            Edge(edge.source, edge.target, np.where(np.isinf(edge.seconds), np.inf, noise))
+        )
+    chosen = solve(Problem(nodes=nodes, edges=edges))[1]
+    return {
+        node.name: tuple(node.rows[at].tolist())
+        for node, at in zip(problem.nodes, chosen, strict=True)
+    }
 
 
 def nothing(module, packet, choices):

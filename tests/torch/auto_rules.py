@@ -72,6 +72,17 @@ def copied(function):
     return lambda x, *others: function(x * 1, *others)
 
 
+WRITES = ("normal_", "random_", "uniform_", "cauchy_", "exponential_", "log_normal_")
+
+
+def wrote(name, *args):
+    return lambda x: getattr(torch.empty_like(x), name)(*args)
+
+
+def functional_form(name, x, *args):
+    return getattr(aten, name)(x.detach(), *args)
+
+
 def attend(**options):
     return lambda q, k, v, *mask: F.scaled_dot_product_attention(q, k, v, *mask, **options)
 
@@ -108,7 +119,6 @@ CALLS = [
     ("remainder", lambda x: torch.remainder(x, 0.3), X),
     ("threshold", lambda x: F.threshold(x, 0.1, 0.2), X),
     ("where", torch.where, whole(4, 6) > 1, X, V),
-    ("dropout", F.dropout, X),
     ("prelu", F.prelu, X, V),
     ("prelu", F.prelu, (4, 6, 6), V),
     ("prelu", F.prelu, (4, 6, 2), (1,)),
@@ -280,4 +290,28 @@ CALLS = [
     ("adjoint", lambda x: x.adjoint(), (2, 4, 6)),
     ("contiguous", lambda x: x.t().contiguous(), X),
     ("alias", aten.alias, X),
+    # Random numbers: of what the executor draws, each rank has its part.
+    *alike("dropout alpha_dropout", X, of=F, training=True),
+    *alike("feature_dropout feature_alpha_dropout", IMAGE, p=0.5, train=True),
+    ("dropout_", copied(partial(F.dropout, inplace=True)), X),
+    ("alpha_dropout_", copied(partial(F.alpha_dropout, training=True, inplace=True)), X),
+    ("feature_dropout_", copied(partial(F.dropout2d, inplace=True)), IMAGE),
+    (
+        "feature_alpha_dropout_",
+        copied(partial(F.feature_alpha_dropout, training=True, inplace=True)),
+        IMAGE,
+    ),
+    ("rrelu", partial(F.rrelu, training=True), X),
+    ("rrelu_", copied(partial(F.rrelu, training=True, inplace=True)), X),
+    ("bernoulli", lambda x: torch.bernoulli(x.sigmoid()), X),
+    ("bernoulli_", lambda x, p: x.detach().clone().bernoulli_(p.sigmoid()), X, V),
+    ("normal", lambda x, y: torch.normal(x, y.exp()), X, X),
+    ("normal_functional", lambda x: aten.normal_functional(x.detach()), X),
+    *alike("rand_like randn_like", X),
+    *alike("randint_like", X, high=5),
+    ("empty_like", lambda x: torch.empty_like(x).fill_(2.0), X),
+    *((name, wrote(name), X) for name in WRITES),
+    ("geometric_", wrote("geometric_", 0.3), X),
+    *((name[:-1], partial(functional_form, name[:-1]), X) for name in WRITES if name != "normal_"),
+    ("geometric", lambda x: functional_form("geometric", x, 0.3), X),
 ]

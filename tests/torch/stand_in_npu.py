@@ -27,6 +27,8 @@ _COLLECTIVES += ("_allgather_base_", "_reduce_scatter_base_")
 
 _libraries = []
 calls = Counter()
+# Bytes of tensors that were copied between the host and the device, by the kind they came to.
+copied = Counter()
 
 
 def _seen_as(tensor, kind):
@@ -88,6 +90,8 @@ def _as_strided(tensor, size, stride, storage_offset=None):
 
 def _copy(source, target, non_blocking=False):  # noqa: FBT002 - torch's schema
     del non_blocking
+    if source.device.type != target.device.type:
+        copied[target.device.type] += source.nbytes
     _host(target).copy_(_host(source))
     return target
 

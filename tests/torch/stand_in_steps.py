@@ -1,7 +1,7 @@
-"""A program whose workers find the stand-in devices: `stand_in_steps.py joined|CONFIG...`, as JSON.
+"""A program whose workers find the stand-in devices: `stand_in_steps.py joined|large|CONFIG...`.
 
-Each worker prints lines of JSON, lists that begin with a list: of `joined`, where it is; else
-what it learned under each CONFIG.
+Each worker prints lines of JSON, lists that begin with a list: of `joined`, where it is; of
+`large`, what a step with a large table copies; else what it learned under each CONFIG.
 """
 
 import json
@@ -56,8 +56,53 @@ def trained(config):
         return losses, sorted(places), sorted(stand_in_npu.calls)
 
 
+class Clicks(nn.Module):
+    """A table of which a batch reads few rows."""
+
+    def __init__(self, rows, width, ids):
+        super().__init__()
+        self.table = nn.Embedding(rows, width, sparse=True)
+        self.head = nn.Linear(ids * width, 4)
+
+    def forward(self, ids):
+        return self.head(self.table(ids).flatten(1))
+
+
+def large(place):
+    """Return what each step copied, what it needs to, the table's bytes, and if rows are right.
+
+    Args:
+        place: As of the configuration.
+    """
+    rows, width, ids = 4096, 8, 3
+    numbers = torch.Generator().manual_seed(5)
+    found = []
+    with msrun.init({"place": place}, device="npu:0") as runtime:
+        network = runtime.shard(Clicks(rows, width, ids))
+        update = runtime.optimizer(torch.optim.SGD(network.parameters(), lr=0.5))
+        table = network.table.weight
+        before, touched = table.detach().clone(), torch.zeros(rows, dtype=torch.bool)
+        share, count = runtime.coordinate.get("dp", 0), runtime.layout.size("dp")
+        for _ in range(4):
+            tokens = torch.randint(0, rows, (8, ids), generator=numbers)
+            target = torch.randint(0, 4, (8,), generator=numbers)
+            touched[tokens] = True
+            batch = [tensor.chunk(count)[share] for tensor in (tokens, target)]
+            stand_in_npu.copied.clear()
+            runtime.step(network, update, functional.cross_entropy, *batch)
+            found.append([stand_in_npu.copied["npu"], stand_in_npu.copied["cpu"]])
+        changed = (table.detach() != before).any(1)
+        values = batch[0].numel() * width * table.element_size()
+        needed = [batch[0].nbytes + batch[1].nbytes + values, batch[0].nbytes + values]
+        return found, needed, table.nbytes, bool((changed == touched).all())
+
+
 if __name__ == "__main__":
-    if sys.argv[1:] == ["joined"]:
+    if sys.argv[1] == "large":
+        stand_in_npu.install(devices=1)
+        for word in sys.argv[2:]:
+            print(json.dumps(large(json.loads(word))), flush=True)
+    elif sys.argv[1:] == ["joined"]:
         print(json.dumps(joined()))
     else:
         stand_in_npu.install(devices=1)

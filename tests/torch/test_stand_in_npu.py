@@ -93,6 +93,17 @@ def with_table():
     return losses
 
 
+def test_rows_of_a_table_travel_and_change_and_not_the_table(answers):
+    """Down come samples and the rows that they read, up go their ids and the rows' gradients."""
+    few = 512  # losses, and digests of steps that compare replicas
+    for ((steps, needed, table, is_alike),) in answers(2, "large", json.dumps({"table": "cpu"})):
+        assert is_alike
+        # The first sends what stays, such as constants of those digests.
+        for copied in steps[1:]:
+            for nbytes, least in zip(copied, needed, strict=True):
+                assert least <= nbytes < least + few < table / 100
+
+
 def test_hccl_is_joined_on_the_devices_own_number(answers):
     assert answers(2, "joined") == [
         [[[2.0] * 3, "npu:0", 0, "cpu:gloo,npu:hccl"]],

@@ -77,6 +77,7 @@ from msrun.parallel.torch_compat import (
     move_shards_by_all_to_all,
     never_compile,
     note_step,
+    notes_of_forward,
     of_subclass,
     open_inputs,
     parameters_replaced,
@@ -789,6 +790,30 @@ def parts_of_units():
 
 def test_parts_of_units_are_known_and_may_be_called_first():
     assert run_ranks(parts_of_units, 2) == [(True, False, True)] * 2
+
+
+def noted_of_forward():
+    """Return whether each note is another one inside of the forward, and as before after it."""
+    mesh = init_device_mesh("cpu", (2,))
+    network = nn.Sequential(nn.Linear(2, 2), nn.Sequential(nn.Linear(2, 2)))
+    fully_shard(network[1], mesh=mesh)
+    fully_shard(network, mesh=mesh)
+    begin_units(network)
+    notes = notes_of_forward(network)
+
+    def values():
+        return [getattr(owner, name) for owner, name in notes]
+
+    before, inside = values(), []
+    network[1][0].register_forward_hook(lambda *_: inside.append(values()))
+    with torch.no_grad():
+        network(torch.ones(2))
+    return [a != b for a, b in zip(before, inside[0], strict=True)], values() == before
+
+
+def test_what_units_note_of_a_forward_is_known():
+    # Of two units the unit and its group, and which one is the outermost that runs.
+    assert run_ranks(noted_of_forward, 2) == [([True] * 5, True)] * 2
 
 
 def opened_inputs():

@@ -24,7 +24,6 @@ from msrun.parallel.auto.decided import (
     sharded_from,
     with_decisions,
 )
-from msrun.parallel.auto.dropout_rng import DropoutRng
 from msrun.parallel.auto.executable import TracedBehaviour, check_outputs
 from msrun.parallel.auto.execute import Executor
 from msrun.parallel.auto.left_out import has_modules
@@ -35,6 +34,7 @@ from msrun.parallel.auto.offline_model import SIZES, resized
 from msrun.parallel.auto.outlines import find_technique, outline_of
 from msrun.parallel.auto.pipeline_executor import PlannedModel, slices
 from msrun.parallel.auto.plan_file import microbatches_of, read_saved
+from msrun.parallel.auto.random_steps.step_rng import StepRng
 from msrun.parallel.auto.tracing.calls import positional
 from msrun.parallel.auto.tracing.structure import leaf_tensors
 from msrun.parallel.auto.tracing.trace import Traced, trace
@@ -74,7 +74,7 @@ class Applied(NamedTuple):
     Args:
         model: What is to be trained: the model itself, or a stage of it.
         context: This rank on the mesh of the plan.
-        dropout_rngs: Random generators of its dropouts, for checkpoints.
+        step_rngs: Random generators of its dropouts, for checkpoints.
         microbatches: Into how many a step splits a local batch; a pipeline does so itself.
         is_pipeline: Whether the model is a stage.
         config: Configuration with the effect of the plan, to be applied to the unchanged model;
@@ -85,7 +85,7 @@ class Applied(NamedTuple):
 
     model: nn.Module
     context: RankContext
-    dropout_rngs: tuple[DropoutRng, ...]
+    step_rngs: tuple[StepRng, ...]
     microbatches: int = 1
     is_pipeline: bool = False
     config: ParallelConfig | None = None
@@ -140,14 +140,14 @@ def apply(
     chunks = plan.chunks
     if chunks.count == 1:
         model.forward = run = make(model)
-        rngs = (run.dropout_rng,)
+        rngs = (run.step_rng,)
         number = answer.microbatches
         return Applied(model, context, rngs, microbatches=number, known=traced.known)
     parts = divide(traced.program, Uses(traced.program, setting, traced.rules), answer.starts)
     line = PipelineRanks(chunks=chunks, group=context.group(PIPELINE_AXIS), device=context.device)
     pieces = slices(model, traced, parts, chunks)
     stage = PlannedModel(model, pieces, answer.microbatches, line, traced=traced, make=make)
-    return Applied(stage, context, stage.dropout_rngs, is_pipeline=True)
+    return Applied(stage, context, stage.step_rngs, is_pipeline=True)
 
 
 class _Plan(NamedTuple):
@@ -272,7 +272,7 @@ def _run_natively(config: ParallelConfig, model: nn.Module, plan: _Plan) -> Appl
         raise ValueError("no configuration is equal to the plan")
     context.print(f"{_MODE} runs on {lowering.name}")
     # A job that continues from the checkpoint under another plan needs their state.
-    rngs = (DropoutRng(traced.program, _seed(context)),)
+    rngs = (StepRng(traced.program, _seed(context)),)
     config = configuration(config, context.layout.axes, lowering, plan.answer.microbatches)
     if context.layout.size(DATA_AXIS) == 1:
         return Applied(model, context, rngs, config=config)

@@ -12,8 +12,9 @@ on the redistributed base, with the sizes of the local shard.  What depends on n
 computed before, in the layout that `Uses` gives it.
 
 A few operators need more than local shards: embeddings split by row, losses, means and batch norms
-over sharded samples, dropout, whose mask is that of one process.  `unsupported_ops` refuses what
-nothing can make right.  Repeated blocks may be recomputed; a stage runs a `Part` of the steps.
+over sharded samples, and those that draw the random numbers of one process (`random_steps`).
+`unsupported_ops` refuses what nothing can make right.  Repeated blocks may be recomputed; a stage
+runs a `Part` of the steps.
 """
 
 from __future__ import annotations
@@ -34,10 +35,11 @@ from torch.utils.checkpoint import checkpoint
 
 from msrun.errors import ModelError
 from msrun.parallel.auto.batch_norms import BatchNorms
-from msrun.parallel.auto.dropout_rng import DropoutRng
 from msrun.parallel.auto.executable import TracedBehaviour
 from msrun.parallel.auto.joined_outputs import JoinedOutputs
 from msrun.parallel.auto.native import loss_sum
+from msrun.parallel.auto.random_steps.drawing import DrawingSteps
+from msrun.parallel.auto.random_steps.step_rng import StepRng
 from msrun.parallel.auto.redistribute import (
     Redistributor,
     redistribute_both_ways,
@@ -58,6 +60,7 @@ from msrun.parallel.search.graph.axis_placement import (
     value_placement,
 )
 from msrun.parallel.search.graph.program import Step
+from msrun.parallel.search.graph.random_ops import DrawKind, draw_of
 from msrun.parallel.search.graph.repeat import Blocks
 from msrun.parallel.search.graph.rules import Choice, ShardingRule, Site
 from msrun.parallel.search.graph.unsupported_ops import check, writes
@@ -81,13 +84,13 @@ class Executor:
         chosen: Node -> its choice on every axis.
         setting: What the plan is for.
         mesh: Its axes are those of the plan.
-        seed: Of dropout masks, the same on every rank.
+        seed: Of random numbers, the same on every rank.
         behaviour: What must be as it was in the trace; None if that is known.
         blocks: Those that are recomputed in the backward pass; None saves all activations.
         part: What the stage runs; None is all.
 
     Attributes:
-        dropout_rng: The masks of dropout.
+        step_rng: Of random numbers.
         join: Makes outputs those of one step of autograd.
     """
 
@@ -114,7 +117,8 @@ class Executor:
         self._uses = Uses(self._program, setting, traced.rules)
         self._part = part or divide(self._program, self._uses, [0])[0]
         self._producers = {name: step for step in self._program.steps for name in step.outputs}
-        self.dropout_rng = DropoutRng(self._program, seed)
+        self.step_rng = StepRng(self._program, seed)
+        self._draws = DrawingSteps(traced, self.step_rng, self._redistributor)
         self._blocks, self.behaviour = blocks, behaviour
         modes = {step.name: traced.mode(step.name) for step in self._program.steps}
         self._modes = {name: mode for name, mode in modes.items() if mode != StepMode()}
@@ -172,8 +176,8 @@ class Executor:
         """
         if self.behaviour:
             self.behaviour.check(self._model)
-        if self._model.training:
-            self.dropout_rng.begin()
+        if self._model.training or self._draws.draws_in_evaluation:
+            self.step_rng.begin()
         part, own = self._part, len(args) - len(self._part.received)
         values = self.read(args[:own], kwargs) | dict(zip(part.received, args[own:], strict=True))
         for name, full in self._traced.buffers.items():
@@ -228,11 +232,11 @@ class Executor:
 
     def _run_block(self, steps: Sequence[Step], cut: str, values: dict[str, Tensor]) -> None:
         """Add what a block passes on, and save its inputs to recompute the rest."""
-        given, rng_state, runs = dict(values), self.dropout_rng.state, count()
+        given, rng_state, runs = dict(values), self.step_rng.state, count()
 
         def run() -> Tensor:
             inside = dict(given)
-            with self.dropout_rng.again(rng_state), self._norms.again(is_again=next(runs) > 0):
+            with self.step_rng.again(rng_state), self._norms.again(is_again=next(runs) > 0):
                 self._run_all(steps, inside)
             return inside[cut]
 
@@ -356,6 +360,9 @@ class Executor:
             self._fetch(name, tuple(choice.ins[port] for choice in choices), values)
             for port, name in enumerate(step.inputs.values())
         ]
+        if step in self.step_rng:
+            with self._mode(step):
+                return [self._draw(step, tuple(choice.outs[0] for choice in choices), ins)]
         special = _SPECIAL.get(step.packet)
         if special is None:
             return self._call(step, ins, choices)
@@ -386,8 +393,8 @@ class Executor:
         if view is not None and is_reshape(step):
             layout = tuple(uses.layouts[step.outputs[0]][0].tolist())
             return [ins[0].reshape(self.local_shape(step.outputs[0], layout))]
-        if step in self.dropout_rng:
-            return [self._drop(step, tuple(uses.layouts[step.outputs[0]][0].tolist()), ins[0])]
+        if step in self.step_rng:
+            return [self._draw(step, tuple(uses.layouts[step.outputs[0]][0].tolist()), ins)]
         if step.packet == "batch_norm":  # no choice reads its inputs as they are, so they are whole
             return [self.normalize(step, (), ins)]
         return self._call(step, ins)
@@ -462,7 +469,7 @@ class Executor:
 
     def normalize(self, step: Step, choices: Sequence[Choice], ins: Sequence[Tensor]) -> Tensor:
         """Normalize by the statistics of the global batch."""
-        takes_batch = step.attrs["training"] and step.name not in self._left_out().norms
+        takes_batch = step.attrs["training"] and step.name not in self._left_out().evaluated
         return self._norms.run(step, ins, choices, is_training=takes_batch)
 
     def _left_out(self) -> Evaluation:
@@ -470,18 +477,11 @@ class Executor:
         behaviour = None if self._model.training else self.behaviour
         return behaviour.evaluation if behaviour else Evaluation()
 
-    def drop(self, step: Step, choices: Sequence[Choice], ins: Sequence[Tensor]) -> Tensor:
-        """Apply dropout with the mask of one process."""
-        return self._drop(step, tuple(choice.outs[0] for choice in choices), ins[0])
-
-    def _drop(self, step: Step, codes: Row, x: Tensor) -> Tensor:
-        """Apply dropout to a shard in the layout `codes`, with the mask of the full tensor."""
-        if not self._model.training:
-            return x
-        keep = 1 - float(step.attrs.get("p", 0.5))
-        mask, whole = self.dropout_rng.mask(step, keep), [REPLICATED] * len(codes)
-        shard = self._redistributor.redistribute(mask, whole, _placements(codes))
-        return x * shard.to(x).div(keep)
+    def _draw(self, step: Step, codes: Row, ins: Sequence[Tensor]) -> Tensor:
+        """Run a step that draws random numbers, whose output has the layout `codes`."""
+        is_drop = draw_of(step) is DrawKind.DROP and not self._model.training
+        is_off = is_drop or step.name in self._left_out().evaluated
+        return self._draws.run(step, codes, ins, is_off=is_off)
 
 
 def _placements(codes: IntArray | Row) -> list[int]:
@@ -493,7 +493,6 @@ _SIZED = frozenset(("expand", "broadcast_to"))
 _Special = Callable[[Executor, Step, Sequence[Choice], Sequence[Tensor]], Tensor]
 _SPECIAL: dict[str, _Special] = {
     "embedding": Executor.embed,
-    "dropout": Executor.drop,
     "batch_norm": Executor.normalize,
     **dict.fromkeys(BY_CLASS, Executor.cross_entropy),
     **dict.fromkeys(AVERAGES, Executor.average),

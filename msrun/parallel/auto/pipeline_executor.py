@@ -10,9 +10,9 @@ from typing import Any
 from torch import Tensor, nn
 from torch.nn import Parameter
 
-from msrun.parallel.auto.dropout_rng import DropoutRng
 from msrun.parallel.auto.execute import Executor
 from msrun.parallel.auto.joined_outputs import joined
+from msrun.parallel.auto.random_steps.step_rng import StepRng
 from msrun.parallel.auto.tracing.trace import Traced
 from msrun.parallel.losses.batch import StepBatch
 from msrun.parallel.losses.sample_dims import Known
@@ -116,9 +116,9 @@ class PlannedModel(PipelineModel):
         model.to("meta")
 
     @property
-    def dropout_rngs(self) -> tuple[DropoutRng, ...]:
+    def step_rngs(self) -> tuple[StepRng, ...]:
         """The dropout masks of each chunk."""
-        return tuple(run.dropout_rng for run in self._runs.values())
+        return tuple(run.step_rng for run in self._runs.values())
 
     def arguments(self, batch: StepBatch) -> Sequence[Any]:
         """Return the inputs of a batch, as `train_step` takes them."""

@@ -41,7 +41,7 @@ import torch
 from torch.optim import Optimizer
 
 from msrun.errors import CheckpointError, DamagedCheckpointError
-from msrun.parallel.auto.dropout_rng import DropoutRng
+from msrun.parallel.auto.random_steps.step_rng import StepRng
 from msrun.parallel.checkpoint import plan as plans
 from msrun.parallel.checkpoint import random as generators
 from msrun.parallel.checkpoint import schema, store, user_state
@@ -82,7 +82,7 @@ class Checkpoints:
     Args:
         config: The parallel configuration.
         context: This rank.
-        dropout_rngs: Generators of each model that a plan of mode auto runs, in the order of
+        step_rngs: Generators of each model that a plan of mode auto runs, in the order of
             `rt.shard`; the owner appends to it.
     """
 
@@ -90,12 +90,12 @@ class Checkpoints:
         self,
         config: ParallelConfig,
         context: RankContext,
-        dropout_rngs: Sequence[Sequence[DropoutRng]] = (),
+        step_rngs: Sequence[Sequence[StepRng]] = (),
     ) -> None:
         self._config = config
         self._settings = config.checkpoint
         self._context = context
-        self._dropout_rngs = dropout_rngs
+        self._step_rngs = step_rngs
         self._peers = HostGroup()
         self._writer: threading.Thread | None = None
         self._failure: Exception | None = None
@@ -278,7 +278,7 @@ class Checkpoints:
                     user_state.restore_extra(value, manifest.extra[name])
             if optimizers:
                 generators.restore_saved(
-                    manifest.mesh, index, files, self._context, self._dropout_rngs
+                    manifest.mesh, index, files, self._context, self._step_rngs
                 )
         return Restored(path=folder, step=manifest.step, extra=manifest.extra)
 
@@ -403,7 +403,7 @@ class Checkpoints:
     def _moment(self, step: int, loader: Stateful | None) -> Moment:
         state = None if loader is None else plain(loader.state_dict(), "state of the loader")
         random = generators.capture(self._context.device)
-        for number, (first, *_) in enumerate(self._dropout_rngs):
+        for number, (first, *_) in enumerate(self._step_rngs):
             random[f"{generators.DRAWS}{number}"] = first.state
         return Moment(step=step, loader=state, random=random)
 

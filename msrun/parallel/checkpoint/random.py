@@ -16,7 +16,7 @@ from collections.abc import Callable, Sequence
 import torch
 from torch import Tensor
 
-from msrun.parallel.auto.dropout_rng import DropoutRng
+from msrun.parallel.auto.random_steps.step_rng import StepRng
 from msrun.parallel.checkpoint.checksums import DataFiles
 from msrun.parallel.checkpoint.schema import Index
 from msrun.parallel.checkpoint.tensors import read_tensor
@@ -88,7 +88,7 @@ def restore_saved(
     index: Index,
     files: DataFiles,
     context: RankContext,
-    dropout_rngs: Sequence[Sequence[DropoutRng]],
+    step_rngs: Sequence[Sequence[StepRng]],
 ) -> None:
     """Set the generators of this rank, and those of models, to continue those of a checkpoint.
 
@@ -97,7 +97,7 @@ def restore_saved(
         index: Index of the checkpoint.
         files: Its data files.
         context: This rank.
-        dropout_rngs: Generators of each model.
+        step_rngs: Generators of each model.
     """
 
     def states(rank: int) -> dict[str, Tensor]:
@@ -111,9 +111,9 @@ def restore_saved(
     here = (context.layout, context.rank)
     continue_streams(states, MeshLayout(mesh), here, context.device, context.stream)
     common = states(0)
-    for number, model in enumerate(dropout_rngs):
-        for dropout_rng in model:
-            dropout_rng.state = common.get(f"{DRAWS}{number}", dropout_rng.state)
+    for number, model in enumerate(step_rngs):
+        for step_rng in model:
+            step_rng.state = common.get(f"{DRAWS}{number}", step_rng.state)
 
 
 def restore(states: dict[str, Tensor], device: torch.device) -> None:

@@ -61,6 +61,13 @@ def cut_batch(key: str, model: nn.Module, batch: StepBatch, index: int, ranks: i
             f"{ranks} parts",
             hint=f"pad or cut the sequences to a multiple of {ranks}",
         )
+    if length == ranks > 1:
+        # A dim of one token is no other than one that all tokens share: attention would be cut.
+        raise ModelError(
+            f"{key}.style: {length} tokens in dim 1 of the batch leave one for each of {ranks} "
+            "parts, and a part needs two",
+            hint=f"pad the sequences to {2 * ranks} tokens or more",
+        )
     is_cut = [tensor.dim() > 1 and tensor.shape[:2] == (samples, length) for tensor in tensors]
     for tensor, has_tokens in zip(tensors, is_cut, strict=True):
         if not has_tokens and tensor.dim() and samples * length in tensor.shape:

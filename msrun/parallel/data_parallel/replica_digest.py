@@ -108,7 +108,8 @@ class ReplicaDigest:
         )
         saves = config.checkpoint.every if config.checkpoint else 0
         self._every = (_EVERY, saves) if saves else (_EVERY,)
-        self._weights: Tensor | None = None
+        # Of the device, and of the host where tables are placed.
+        self._weights: dict[torch.device, Tensor] = {}
         self._steps = 0
         self._has_warned = False
         self._has_rounded = False
@@ -239,10 +240,10 @@ class ReplicaDigest:
 
     def _take_weights(self, device: torch.device) -> Tensor:
         """Return odd numbers, one a column: equal sums of other bits are then unlikely."""
-        if self._weights is None or self._weights.device != device:
+        if device not in self._weights:
             # Made on the host: a new kind of device has the fewest kernels for integers.
-            self._weights = ((torch.arange(_COLUMNS) * 2 + 1) * _GOLDEN | 1).to(device)
-        return self._weights
+            self._weights[device] = ((torch.arange(_COLUMNS) * 2 + 1) * _GOLDEN | 1).to(device)
+        return self._weights[device]
 
     def _differ(self, sums: Sequence[Tensor], group: dist.ProcessGroup) -> Tensor:
         """Return, on the device, whether ranks of `group` have other digests than this one."""

@@ -23,7 +23,11 @@ from msrun.parallel.torch_compat import parts_before, strided_shard
 # Draws the dropped entries of a tensor: x, p, training, inplace -> result.
 Dropout = Callable[[Any, float, bool, bool], Any]
 _DIMS = 4
+# Arguments of a dropout: it drops, and makes a new tensor.
+_IN_TRAINING = (True, False)
 _HEADS = 1
+# Dims from heads on: heads, sequence, width.
+_HEADS_DIMS = 3
 
 
 def attend(  # noqa: PLR0917 - as of torch
@@ -63,10 +67,35 @@ def attend(  # noqa: PLR0917 - as of torch
             *parts, mask, 0.0, is_causal, scale=scale, enable_gqa=enable_gqa
         )
         return on_mesh(output, mesh, placed)
-    scores = _weights(*parts[:2], mask, is_causal=is_causal, scale=scale)
-    dropped: DTensor = dropout(on_mesh(scores, mesh, placed), dropout_p, True, False)  # noqa: FBT003
-    values = _repeated(parts[2], parts[0].shape[_HEADS])
-    return on_mesh(dropped.to_local() @ values, mesh, placed)
+
+    def drop(weights: Tensor) -> Tensor:
+        local: Tensor = dropout(on_mesh(weights, mesh, placed), dropout_p, *_IN_TRAINING).to_local()
+        return local
+
+    output = dropped_attention(drop, parts, mask, is_causal=is_causal, scale=scale)
+    return on_mesh(output, mesh, placed)
+
+
+def dropped_attention(
+    drop: Callable[[Tensor], Tensor],
+    parts: tuple[Tensor, Tensor, Tensor],
+    mask: Tensor | None,
+    *,
+    is_causal: bool,
+    scale: float | None,
+) -> Tensor:
+    """Return attention on plain tensors, computed as torch does where it drops some weights.
+
+    Args:
+        drop: Returns what is left of weights.
+        parts: Queries, keys and values, (..., heads, sequence, width).
+        mask: Of the scores; None is none.
+        is_causal: Whether queries see no later keys.
+        scale: Of the scores; None is that of torch.
+    """
+    query, key, value = parts
+    weights = _weights(query, key, mask, is_causal=is_causal, scale=scale)
+    return drop(weights) @ _repeated(value, query)
 
 
 def _local_mask(mask: DTensor, query: DTensor) -> Tensor:
@@ -100,7 +129,7 @@ def _weights(
 ) -> Tensor:
     """Return the weights of attention, computed as torch does where it drops some of them."""
     factor = math.sqrt(1 / math.sqrt(query.shape[-1]) if scale is None else scale)
-    scores = (query * factor) @ (_repeated(key, query.shape[_HEADS]) * factor).transpose(-2, -1)
+    scores = (query * factor) @ (_repeated(key, query) * factor).transpose(-2, -1)
     if is_causal:
         seen = torch.ones(scores.shape[-2:], dtype=torch.bool, device=scores.device).tril()
         scores = scores.masked_fill(~seen, -math.inf)
@@ -108,10 +137,16 @@ def _weights(
         scores = scores.masked_fill(~mask, -math.inf)
     elif mask is not None:
         scores = scores + mask
-    return scores.softmax(-1)
+    if mask is None:
+        return scores.softmax(-1)
+    # A query that sees nothing has no weights.
+    is_blind = (scores == -math.inf).all(-1, keepdim=True)
+    return scores.masked_fill(is_blind, 0.0).softmax(-1).masked_fill(is_blind, 0.0)
 
 
-def _repeated(x: Tensor, heads: int) -> Tensor:
+def _repeated(x: Tensor, query: Tensor) -> Tensor:
     """Return the heads of keys or values, each as often as queries share it."""
-    shared = heads // x.shape[_HEADS]
-    return x if shared == 1 else x.repeat_interleave(shared, _HEADS)
+    if x.dim() < _HEADS_DIMS or x.shape[-_HEADS_DIMS] == query.shape[-_HEADS_DIMS]:
+        return x
+    shared = query.shape[-_HEADS_DIMS] // x.shape[-_HEADS_DIMS]
+    return x.repeat_interleave(shared, -_HEADS_DIMS)

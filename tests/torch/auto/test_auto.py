@@ -9,6 +9,7 @@ import numpy as np
 import pytest
 import torch
 from auto_models import GPT, MODELS, GPTBlock
+from auto_plans import drawn
 from ranks import run_warm
 from torch import nn
 from torch.distributed.device_mesh import init_device_mesh
@@ -23,7 +24,7 @@ from msrun.parallel.search.cost.topology import PRESETS
 from msrun.parallel.search.graph.repeat import find_blocks
 from msrun.parallel.search.solve.build import build
 from msrun.parallel.search.solve.eliminate import solve
-from msrun.parallel.search.solve.problem import Edge, Problem, Setting
+from msrun.parallel.search.solve.problem import Setting
 
 PLANS = 3
 
@@ -46,22 +47,6 @@ def alone(name):
     loss = net(*batch(name))
     loss.backward()
     return loss.item(), {key: param.grad for key, param in net.named_parameters()}
-
-
-def drawn(problem, rng):
-    """Return a plan at random: the best when costs are."""
-    nodes = list(problem.nodes)
-    edges = []
-    for edge in problem.edges:
-        noise = rng.random(edge.seconds.shape) * rng.choice([0.1, 1.0, 4.0])
-        edges.append(
-            Edge(edge.source, edge.target, np.where(np.isinf(edge.seconds), np.inf, noise))
-        )
-    chosen = solve(Problem(nodes=nodes, edges=edges))[1]
-    return {
-        node.name: tuple(node.rows[at].tolist())
-        for node, at in zip(problem.nodes, chosen, strict=True)
-    }
 
 
 def run_plans(name, sizes):
@@ -320,15 +305,13 @@ def test_recomputed_blocks_keep_less_and_learn_the_same():
         assert again[2] < 0.5 * kept[2]
 
 
-class Attending(nn.Module):
+class Recurrent(nn.Module):
     def __init__(self):
         super().__init__()
-        self.up = nn.Linear(16, 16)
+        self.up = nn.LSTM(16, 16, num_layers=2, dropout=0.5)
 
     def forward(self, x, y):
-        q = self.up(x)[None]
-        y_hat = functional.scaled_dot_product_attention(q, q, q, dropout_p=0.5)
-        return functional.mse_loss(y_hat[0], y)
+        return functional.mse_loss(self.up(x)[0], y)
 
 
 def refused(config, sample, model=MODELS["perceptron"][0]):
@@ -345,8 +328,7 @@ def test_what_cannot_be_searched_is_one_sentence():
     said, other = run_warm(refused, 2, {"mesh": {"dp": 2}, "memory": "1KiB"}, (x, y))
     assert said == other
     assert said.startswith("parallel.memory: no plan fits; the smallest takes")
-    attention = "scaled_dot_product_attention with dropout"
-    (said,) = run_warm(refused, 1, {}, (x, y), Attending)
-    assert said == f"parallel.mode: auto cannot run {attention}, as the model does"
+    (said,) = run_warm(refused, 1, {}, (x, y), Recurrent)
+    assert said == "parallel.mode: auto cannot run lstm with dropout, as up does"
     (said,) = run_warm(refused, 1, {}, (x,))
     assert said.startswith("search: the forward of Perceptron cannot be traced")

@@ -18,6 +18,7 @@ from msrun.parallel.auto.tracing.trace import trace
 from msrun.parallel.search.cost.topology import PRESETS
 from msrun.parallel.search.graph.axis_placement import PR, RR, SHARD_CODES
 from msrun.parallel.search.graph.operators import _MAKERS as OPERATORS
+from msrun.parallel.search.graph.random_ops import DRAWING, draw_of
 from msrun.parallel.search.graph.rules import Site, dim_labels, split_by_labels
 from msrun.parallel.search.graph.unsupported_ops import REFUSED
 from msrun.parallel.search.graph.views import _MAKERS as VIEWS
@@ -58,8 +59,8 @@ UNLIKE = {
     "tril": {"P": _SUMS, "d0": _UNKNOWN},
     "triu": {"P": _SUMS, "d0": _UNKNOWN},
 }
-# DTensor has no rule for the kernel that a CPU takes.
-NOT_IN_DTENSOR = {"scaled_dot_product_attention"}
+# DTensor has no rule for the kernel that a CPU takes, and none for most random operators.
+NOT_IN_DTENSOR = {"scaled_dot_product_attention", *DRAWING, *(f"{name}_" for name in DRAWING)}
 
 
 class Trial:
@@ -155,8 +156,8 @@ def misses(packet, mesh, change=None):
             change(trial)
         for number, choice in enumerate(plain.choices):
             trial = summed if PR in choice.ins else plain
-            # What is dropped, the executor draws: of its own numbers.
-            want = trial.run(0, mesh) if packet == "dropout" else trial.alone()
+            # The executor draws numbers of its own.
+            want = trial.run(0, mesh) if draw_of(trial.step) else trial.alone()
             if not all(map(is_equal, trial.run(number, mesh), want)):
                 wrong.append(choice.name)
     return wrong

@@ -227,7 +227,7 @@ def evaluated():
         with torch.no_grad():
             output = model.eval()(x)
         said = []
-        for bad in (x[:, :7], x[:, 0], x.flatten()):
+        for bad in (x[:, :7], x[:, 0], x.flatten(), x[:, :2]):
             with pytest.raises(ModelError) as error:
                 model(bad)
             said.append(error.value.message)
@@ -243,6 +243,8 @@ def test_a_model_called_by_the_script_takes_and_gives_whole_sequences():
         torch.testing.assert_close(gradient, model.words.weight.grad, rtol=0, atol=1e-12)
         assert "7 tokens in dim 1 of the batch can not be split into 2 parts" in said[0]
         assert "no tensor with two dims" in said[1]
+        # Of one token a part, nothing tells them from what all tokens share.
+        assert "2 tokens in dim 1 of the batch leave one for each of 2 parts" in said[3]
 
 
 def sent(config, name):

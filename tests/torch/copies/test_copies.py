@@ -7,7 +7,17 @@ import threading
 import pytest
 import torch
 import torch.distributed as dist
-from ranks import MODELS, OPTIMIZERS, Curves, assert_equal_curves, batches, build, oracle, run_warm
+from ranks import (
+    MODELS,
+    OPTIMIZERS,
+    Counted,
+    Curves,
+    assert_equal_curves,
+    batches,
+    build,
+    oracle,
+    run_warm,
+)
 from torch import nn
 from torch.nn import functional
 from torch.utils._python_dispatch import TorchDispatchMode
@@ -55,6 +65,7 @@ def cases():
     """Yield ranks, copies and a configuration."""
     yield 2, 2, TP
     yield 4, 2, DP_TP | RECOMPUTE | {"accumulate": 2}
+    yield 4, 3, DP_TP | {"optimizer": {"zero": 1}}
     yield 2, 3, TP | {"plan": LAYERS + VOCABULARY}
     yield 2, 2, TP | COMM_SAVED
     yield 2, 4, TP | {"accumulate": 2}
@@ -83,7 +94,7 @@ CASES = {
     f"{copies} copies, {config}": (ranks, config | {"copies": copies}, "transformer", "adamw")
     for ranks, copies, config in cases()
 }
-IN_CI = [*CASES][:2]
+IN_CI = [*CASES][:3]
 ROWS = [pytest.param(name, marks=[pytest.mark.slow] * (name not in IN_CI)) for name in CASES]
 
 
@@ -150,6 +161,35 @@ def test_a_collective_is_on_its_way_while_another_copy_computes(tmp_path):
     found = run_warm(overlapped, 2, str(tmp_path / "store"), 2)
 
     assert [count for count, _ in found] == [REDUCTIONS, REDUCTIONS]
+
+
+def moved(config, copies):
+    """Return bytes and number of the collectives of a step, by name."""
+    runtime = msrun.init(config | {"copies": copies})
+    network = runtime.shard(build("transformer"))
+    update = OPTIMIZERS["sgd"](network.parameters())
+    first, second = batches("transformer", steps=2)
+    count = runtime.layout.size("dp")
+    first, second = (
+        [x.chunk(count)[runtime.coordinate.get("dp", 0)] for x in b] for b in (first, second)
+    )
+    loss_fn = MODELS["transformer"][1]
+    runtime.step(network, update, loss_fn, *first)
+    with Counted() as counted:
+        runtime.step(network, update, loss_fn, *second)
+    return counted.bytes, counted.calls
+
+
+@pytest.mark.parametrize(
+    ("ranks", "config"), [(2, TP), (4, DP_TP | {"optimizer": {"zero": 1}})], ids=["tp", "zero 1"]
+)
+def test_copies_send_as_many_bytes_in_more_collectives(ranks, config):
+    (one, few), (two, more), (four, most) = (
+        run_warm(moved, ranks, config, copies)[0] for copies in (1, 2, 4)
+    )
+
+    assert one == two == four
+    assert sum(few.values()) < sum(more.values()) < sum(most.values())
 
 
 def overlapped_in_stage(path):

@@ -1,7 +1,6 @@
 """Tables on the host: the curves of one process, and what has no place there."""
 
 import pytest
-import torch
 from field_models import MODELS, batches, build, one_process, optimizer_of
 from ranks import run_warm
 from torch import nn
@@ -135,11 +134,3 @@ def test_what_knows_one_device_alone_is_refused(other, said):
         msrun.init(PLACE | other)
 
     assert refused.value.message == f"parallel.{said}"
-
-
-def test_ids_go_to_the_host_and_rows_come_back():
-    with msrun.init(PLACE) as rt:
-        table = rt.shard(build("fields")).table
-        rows = table(torch.arange(4))
-
-    assert rows.device == table.weight.device == torch.device("cpu")

@@ -26,6 +26,7 @@ from torch import Tensor, nn
 
 from msrun.parallel.auto.tracing.function_mode import FunctionMode
 from msrun.parallel.auto.tracing.structure import leaf_tensors, mapped
+from msrun.parallel.search.graph.random_ops import DRAWING
 from msrun.parallel.search.graph.unsupported_ops import REFUSED
 from msrun.parallel.torch_compat import outside_of_tracing, write_count
 
@@ -44,7 +45,7 @@ _READS = frozenset(
         "__contains__",
     ]
 )
-_DRAWS = REFUSED | {"dropout"}
+_DRAWS = REFUSED | DRAWING
 # Assigns an attribute such as `data`, which counts as no write.
 _ASSIGNS = "__set__"
 

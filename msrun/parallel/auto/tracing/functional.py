@@ -20,16 +20,19 @@ from torch import Tensor, fx
 from torch.fx.node import map_arg
 
 from msrun.parallel.auto.tracing.modes import mode_of
+from msrun.parallel.search.graph.random_ops import DROPS
 
 _ATEN = torch.ops.aten
 # Changes nothing but the graph of autograd.
 _DETACHES = ("detach", "detach_")
-_SAME = ("alias", "contiguous", "to", "float", "type_as", "dropout", *_DETACHES)
+_SAME = ("alias", "contiguous", "to", "float", "type_as", *DROPS, *_DETACHES)
 _RESHAPES = (
     *("view", "reshape", "_unsafe_view", "view_as", "flatten", "unflatten"),
     *("squeeze", "unsqueeze", "_reshape_alias"),
 )
 _SWAPS = ("transpose", "swapaxes", "swapdims", "t", "numpy_T", "mT", "adjoint")
+# Whose functional form has another name.
+_FUNCTIONAL = {"normal_": "normal_functional"}
 _PARTS = ("split", "chunk", "split_with_sizes", "tensor_split", "unsafe_split", "unsafe_chunk")
 
 
@@ -222,7 +225,7 @@ def _viewed(node: fx.Node) -> fx.Node | None:
     packet = packet_of(node)
     if packet in (*_PARTS, "unbind") or not packet:
         return None
-    if packet == "dropout":
+    if packet in DROPS:
         source = node.args[0]
         is_same = node.args[1] == 0.0 or node.args[2] is False
         return source if is_same and isinstance(source, fx.Node) else None
@@ -353,7 +356,7 @@ class _Rewriter:
         made, given = node.meta.get("val"), args[0] if args else None
         if packet == "copy_" and isinstance(given, fx.Node) and _is_like(given.meta["val"], made):
             return given
-        operators = getattr(_ATEN, packet.removesuffix("_"), None)
+        operators = getattr(_ATEN, _FUNCTIONAL.get(packet, packet.removesuffix("_")), None)
         if not packet.endswith("_") or not hasattr(operators, overload):
             raise _NoInverseError(packet)
         return self._made(getattr(operators, overload), (target, *args), node, kwargs)

@@ -23,6 +23,7 @@ from msrun.parallel.auto.tracing.structure import leaf_tensors, mapped, with_ten
 from msrun.parallel.pipeline.record.recorder import where
 from msrun.parallel.search.graph.operators import rules_of_steps
 from msrun.parallel.search.graph.program import Program, Step, Value
+from msrun.parallel.search.graph.random_ops import DROPS, DrawKind, base_name, draw_of
 from msrun.parallel.search.plan.lowering import Modules
 
 _DETACHES = ("detach", "detach_")
@@ -36,12 +37,13 @@ class Evaluation(NamedTuple):
     Args:
         difference: Where it does more than leave out dropout, batch statistics and writes to
             buffers; empty if nowhere.
-        norms: Steps that are batch norms, and there take their running statistics.
+        evaluated: Steps that do something else there: batch norms take their running statistics,
+            and `rrelu` and attention draw no numbers.
         unwritten: Buffers that only training writes.
     """
 
     difference: str = ""
-    norms: frozenset[str] = frozenset()
+    evaluated: frozenset[str] = frozenset()
     unwritten: frozenset[str] = frozenset()
 
 
@@ -186,22 +188,22 @@ class Traced:
     def evaluation(self, other: Traced) -> Evaluation:
         """Return what this trace, of training, does beside another of the model in evaluation."""
         same: dict[str, str] = {}
-        norms: set[str] = set()
+        evaluated: set[str] = set()
         unwritten = set(self.written) - set(other.written)
         skipped = self._only_for([self.written[buffer] for buffer in unwritten])
         theirs = iter(other.program.steps)
         for step in self.program.steps:
             inputs = {slot: same.get(name, name) for slot, name in step.inputs.items()}
-            if step.packet == "dropout":
-                same[step.outputs[0]] = inputs["input"]
+            if draw_of(step) is DrawKind.DROP:
+                same[step.outputs[0]] = next(iter(inputs.values()))
                 continue
             if step.name in skipped:
                 continue
             found = next(theirs, None)
             attrs = step.attrs
-            if found and step.packet == "batch_norm" and not found.attrs.get("training"):
-                attrs = attrs | {"training": False}
-                norms.add(step.name)
+            if found and found.packet == step.packet and (other_attrs := _evaluated(step, found)):
+                attrs = attrs | other_attrs
+                evaluated.add(step.name)
             if found is None or (step.target, inputs, attrs) != (
                 found.target,
                 found.inputs,
@@ -214,7 +216,7 @@ class Traced:
         ours = [same.get(name, name) for name in self.program.outputs]
         if ours != list(other.program.outputs):
             return Evaluation("its outputs")
-        return Evaluation("", frozenset(norms), frozenset(unwritten))
+        return Evaluation("", frozenset(evaluated), frozenset(unwritten))
 
     def _only_for(self, names: Sequence[str]) -> set[str]:
         """Return the steps whose results nothing but the values `names` depends on."""
@@ -287,6 +289,8 @@ class Traced:
             self._add_broadcast(node, value)
             return
         slots, attrs = _arguments(node)
+        if "generator" in slots:
+            attrs["generator"] = slots["generator"].name
         inputs = {slot: self._name(item) for slot, item in slots.items()}
         inputs = {slot: name for slot, name in inputs.items() if name in self._values}
         has_gradient = not self._trained.isdisjoint(inputs.values())
@@ -320,10 +324,14 @@ class Traced:
         """Let equal shapes pass; others are expanded, which `getitem` finds by number."""
         for index, (source, tensor) in enumerate(zip(_flat(node.args), made, strict=True)):
             name = self._name(source)
-            if self._values[name].shape == tuple(tensor.shape):
-                self._names[f"{node.name}.{index}"] = name
-                continue
-            raise ModelError(f"search: {node.name} broadcasts tensors, which is not supported")
+            if self._values[name].shape != tuple(tensor.shape):
+                with self.graph.inserting_after(node):
+                    expand = torch.ops.aten.expand.default
+                    wide = self.graph.call_function(expand, (source, list(tensor.shape)))
+                wide.meta = {**node.meta, "val": tensor}
+                self._add_step(wide)
+                name = wide.name
+            self._names[f"{node.name}.{index}"] = name
 
 
 def trace(model: nn.Module, sample: Sequence[Any]) -> Traced:
@@ -394,16 +402,30 @@ def _refusal(model: nn.Module, error: Exception) -> ModelError:
     )
 
 
+def _evaluated(step: Step, other: Step) -> dict[str, Any]:
+    """Return the arguments by which a step in evaluation, `other`, differs from one in training.
+
+    Those alone that the executor knows to change; empty if these are equal.
+    """
+    off: dict[str, Any] = {}
+    if step.packet == "batch_norm" or base_name(step.packet) == "rrelu":
+        off = {"training": False}
+    elif draw_of(step) is DrawKind.ATTENTION:
+        off = {"dropout_p": 0.0}
+    return {name: x for name, x in off.items() if other.attrs[name] == x != step.attrs[name]}
+
+
 def _is_identity(packet: str, node: fx.Node, value: Any) -> bool:
     """Return whether a step returns its input unchanged."""
     if packet in ("lift_fresh_copy", "detach_", "alias"):
         return True
-    if packet not in ("to", "dropout", "contiguous", "float", "type_as"):
+    is_drop = base_name(packet) in DROPS
+    if not is_drop and packet not in ("to", "contiguous", "float", "type_as"):
         return False
     source = node.args[0]
     if not isinstance(source, fx.Node) or not isinstance(value, Tensor):
         return False
-    if packet == "dropout":
+    if is_drop:
         return bool(node.args[1] == 0.0 or node.args[2] is False)
     given: Tensor = source.meta["val"]
     return bool(given.dtype == value.dtype) and packet != "contiguous"

@@ -42,6 +42,7 @@ from msrun.parallel.search.alternatives.one_rank import (
 from msrun.parallel.search.cost.redistribution import MoveKind
 from msrun.parallel.search.graph.axis_placement import SHARD_CODES
 from msrun.parallel.search.graph.program import Step
+from msrun.parallel.search.graph.random_ops import draw_of
 from msrun.parallel.search.graph.rules import Site
 from msrun.parallel.search.graph.views import dim_map
 from msrun.parallel.search.plan.lowering import FOLLOWING, Modules, dividing_steps
@@ -97,8 +98,9 @@ def grids_on(
 def _problem(alone: OneRank) -> str:
     """Return why no grid runs a program as one process does; empty if one may."""
     for step in alone.program.steps:
-        if step.packet == "dropout":
-            return f"{step.module or 'the model'} drops out, by masks that mode auto draws"
+        if draw_of(step) is not None:
+            where = step.module or "the model"
+            return f"{where} draws random numbers ({step.packet}), which mode auto draws itself"
     return alone.program.of_whole_batch
 
 

@@ -28,6 +28,7 @@ from msrun.parallel.search.alternatives.one_rank import (
 from msrun.parallel.search.cost.redistribution import MoveKind
 from msrun.parallel.search.cost.topology import Wire
 from msrun.parallel.search.graph.program import Step
+from msrun.parallel.search.graph.random_ops import draw_of
 from msrun.parallel.search.mesh.job_layout import divisors
 
 _WINDOWS = {
@@ -127,8 +128,8 @@ class _ImageWalk:
             "an image has fewer rows than ranks": any(
                 size < ranks for shape in shapes for size, ranks in self._divided(shape)
             ),
-            "masks of dropout differ between parts": any(
-                step.packet == "dropout" for step in self._program.steps
+            "random numbers differ between parts": any(
+                draw_of(step) is not None for step in self._program.steps
             ),
         }
         return next((text for text, is_so in sentences.items() if is_so), "")

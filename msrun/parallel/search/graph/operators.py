@@ -19,6 +19,8 @@ from msrun.parallel.search.graph.rules import (
 )
 
 Maker = Callable[[Site], ShardingRule]
+# Tensors of the size of the weights that attention saves where it drops some.
+_DROPPED_WEIGHTS = 3
 
 
 def rule_of(site: Site) -> ShardingRule:
@@ -122,8 +124,20 @@ def _attention(site: Site) -> ShardingRule:
         ins.append([names[int(label[1:])] if label else None for label in shown])
     flops = 4.0 * query.count * key.shape[-2] * (0.5 if is_causal else 1.0)
     out: Labels = [*lead, at, None]
+    inside = 0
+    if site.attr("dropout_p", 0.0):
+        # Weights, the mask of those that are dropped, and what is left.
+        weights = math.prod(query.shape[:-1]) * key.shape[-2] * query.itemsize
+        inside, flops = _DROPPED_WEIGHTS * weights, flops * (2 if is_causal else 1)
     return split_by_labels(
-        site, ins, [out], flops=flops, backward=2.5, saved_inputs=(0, 1, 2), saves_outputs=True
+        site,
+        ins,
+        [out],
+        flops=flops,
+        backward=2.5,
+        saved_inputs=(0, 1, 2),
+        saves_outputs=True,
+        saved_inside=inside,
     )
 
 
@@ -344,11 +358,15 @@ _TABLE: tuple[tuple[Maker, str], ...] = (
     (
         _elementwise,
         """abs acos addcdiv addcmul asin atan bitwise_and bitwise_not bitwise_or ceil celu clamp
-        clamp_max clamp_min cos dropout elu eq erf erfc exp expm1 fill floor ge gelu gt hardsigmoid
-        hardswish hardtanh isfinite isinf isnan le leaky_relu lerp log log1p log2 logical_and
-        logical_not logical_or logical_xor lt masked_fill maximum minimum mish ne ones_like pow
-        reciprocal relu relu_ remainder round rsqrt selu sigmoid sign silu sin softplus sqrt
-        square tan tanh threshold where zeros_like full_like floor_divide""",
+        clamp_max clamp_min cos elu empty_like eq erf erfc exp expm1 fill floor ge gelu gt
+        hardsigmoid hardswish hardtanh isfinite isinf isnan le leaky_relu lerp log log1p log2
+        logical_and logical_not logical_or logical_xor lt masked_fill maximum minimum mish ne
+        ones_like pow reciprocal relu relu_ remainder round rsqrt selu sigmoid sign silu sin
+        softplus sqrt square tan tanh threshold where zeros_like full_like floor_divide
+        dropout dropout_ alpha_dropout alpha_dropout_ feature_dropout feature_dropout_
+        feature_alpha_dropout feature_alpha_dropout_ rrelu rrelu_ bernoulli bernoulli_ normal
+        normal_ normal_functional rand_like randn_like randint_like random random_ uniform uniform_
+        cauchy cauchy_ exponential exponential_ geometric geometric_ log_normal log_normal_""",
     ),
     (
         _linear_elementwise,

@@ -62,6 +62,7 @@ class ShardingRule(msgspec.Struct, frozen=True, kw_only=True):
         backward: Work of the backward pass, as a multiple of the forward pass.
         saved_inputs: Numbers of the inputs that the backward pass needs.
         saves_outputs: Whether it needs the outputs.
+        saved_inside: Bytes that it needs besides; they are divided like its first output.
         known: Whether there is a rule at all.
     """
 
@@ -71,6 +72,7 @@ class ShardingRule(msgspec.Struct, frozen=True, kw_only=True):
     backward: float = 1.0
     saved_inputs: tuple[int, ...] = ()
     saves_outputs: bool = False
+    saved_inside: int = 0
     known: bool = True
 
 

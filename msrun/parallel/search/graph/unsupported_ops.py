@@ -6,17 +6,19 @@ from collections.abc import Mapping
 
 from msrun.errors import ModelError
 from msrun.parallel.search.graph.program import Program, Step
+from msrun.parallel.search.graph.random_ops import base_name
 from msrun.parallel.search.graph.rules import Site
 from msrun.parallel.search.graph.views import dim_map
 
-# They draw random numbers: shards would give others.
-_REFUSED = """
-    bernoulli binomial cauchy exponential geometric log_normal multinomial
-    normal poisson rand rand_like randint randint_like randn randn_like randperm random uniform
-    _standard_gamma _sample_dirichlet rrelu rrelu_with_noise alpha_dropout feature_dropout
-    feature_alpha_dropout native_dropout _fused_dropout
-"""
-REFUSED = frozenset(_REFUSED.split())
+# They draw random numbers inside: shards would give others.
+_OTHER_MODE = "choose a configuration without mode: auto"
+_HINTS = {
+    "native_dropout": "call torch.nn.functional.dropout",
+    "_fused_dropout": "call torch.nn.functional.dropout",
+    "_sample_dirichlet": _OTHER_MODE,
+    "rrelu_with_noise": "call torch.nn.functional.rrelu",
+}
+REFUSED = frozenset(_HINTS)
 _RECURRENT = ("lstm", "gru", "rnn_tanh", "rnn_relu")
 
 
@@ -31,18 +33,21 @@ def check(program: Program) -> None:
     for step in reversed(program.steps):
         packet = step.packet
         bases = [_base(name, program, producers) for name in step.inputs.values()]
-        what = packet if packet.removesuffix("_") in REFUSED else ""
+        what, hint = "", _OTHER_MODE
+        if base_name(packet) in REFUSED:
+            what, hint = packet, _HINTS[base_name(packet)]
+        if step.attrs.get("generator") is not None:
+            what, hint = f"{packet} with a generator of its own", "draw without generator="
         if packet == "instance_norm" and "running_mean" in step.inputs:
             what = "instance_norm with running statistics"
-        if float(step.attrs.get("dropout_p", 0.0)) > 0 or (
-            packet in _RECURRENT and float(step.attrs.get("dropout", 0.0)) > 0
-        ):
+        if packet in _RECURRENT and float(step.attrs.get("dropout", 0.0)) > 0:
             what = f"{packet} with dropout"
+            hint = "put nn.Dropout between modules of one layer each"
         if writes(packet) and bases[0] in read:
             what = f"{packet} on a tensor that a later step reads"
         if what:
             where = step.module or "the model"
-            raise ModelError(f"parallel.mode: auto cannot run {what}, as {where} does")
+            raise ModelError(f"parallel.mode: auto cannot run {what}, as {where} does", hint=hint)
         read.update(bases)
 
 

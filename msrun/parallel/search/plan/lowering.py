@@ -29,7 +29,8 @@ handed to the runtime; nothing else of the plan is used.
 What was tried and lost.  Plans whose modules share an input that no module makes, such as a
 normalised activation read by query, key and value, went to the executor at first, since each module
 placed its input for itself; the runtime now places a shared input once, so they are lowered.
-Dropout is not lowered: mode auto draws the masks of one process, which only the executor does.
+Steps that draw random numbers are not lowered: mode auto has those of one process, which only the
+executor draws.
 """
 
 from __future__ import annotations
@@ -51,6 +52,7 @@ from msrun.parallel.search.graph.axis_placement import (
     value_placement,
 )
 from msrun.parallel.search.graph.program import Program, Step
+from msrun.parallel.search.graph.random_ops import draw_of
 from msrun.parallel.search.graph.rules import Choice, ShardingRule, Site
 from msrun.parallel.search.graph.views import dim_map
 from msrun.parallel.search.mesh.stages import runs
@@ -270,7 +272,7 @@ class _Lowerer:
                 self._made[value] = _placed(self._stored[value])
         for step in self._program.steps:
             packet = step.packet
-            _require(packet != "dropout" or self._decided)
+            _require(draw_of(step) is None or (packet == "dropout" and self._decided))
             if step.attrs.get("sparse"):
                 # The runtime reduces the rows of replicated tables alone.
                 stored = self._stored.get(step.inputs["weight"], ())

@@ -113,11 +113,16 @@ class SavedActivations:
             if port in rule.saved_inputs and not self._has_other_owner(value):
                 owned.append(("ins", port, value))
         retentions = [self._retention(value, step.name) for _, _, value in owned]
-        return tuple(
+        found = [
             SavedTensor(end, port, self._program.values[value].nbytes, retention.is_per_microbatch)
             for (end, port, value), retention in zip(owned, retentions, strict=True)
             if retention.is_saved
-        )
+        ]
+        if rule.saved_inside:
+            inside = self._retention(step.outputs[0], step.name)
+            if inside.is_saved:
+                found.append(SavedTensor("outs", 0, rule.saved_inside, inside.is_per_microbatch))
+        return tuple(found)
 
     def of_layout_node(self, value: str) -> Retention:
         """Return whether the layout node of `value` owns it."""

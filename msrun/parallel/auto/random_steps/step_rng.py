@@ -1,4 +1,4 @@
-"""The random masks of dropout: those of one process, on whichever ranks a step runs."""
+"""The random numbers of a plan: those of one process, on whichever ranks a step runs."""
 
 from __future__ import annotations
 
@@ -9,14 +9,15 @@ import torch
 from torch import Tensor
 
 from msrun.parallel.search.graph.program import Program, Step
+from msrun.parallel.search.graph.random_ops import draw_of
 
 _WORD = 2**64 - 1
 
 
-class DropoutRng:
-    """Masks that follow from a seed, the step, and how often the forward ran: there is no stream.
+class StepRng:
+    """Numbers that follow from a seed, the step, and how often the forward ran: there is no stream.
 
-    So recomputation, and training that resumes from a checkpoint, get the same masks.
+    So recomputation, and training that resumes from a checkpoint, get the same numbers.
 
     Args:
         program: The forward pass.
@@ -24,9 +25,9 @@ class DropoutRng:
     """
 
     def __init__(self, program: Program, seed: int) -> None:
-        self._values, self._seed, self._calls = program.values, seed, 0
+        self._seed, self._calls = seed, 0
         self._numbers = {
-            step.name: at for at, step in enumerate(program.steps) if step.packet == "dropout"
+            step.name: at for at, step in enumerate(program.steps) if draw_of(step) is not None
         }
 
     def __contains__(self, step: Step) -> bool:
@@ -34,7 +35,7 @@ class DropoutRng:
 
     @property
     def state(self) -> Tensor:
-        """The seed, and how often the forward ran in training."""
+        """The seed, and how often the forward drew numbers."""
         return torch.tensor([self._seed, self._calls])
 
     @state.setter
@@ -47,22 +48,20 @@ class DropoutRng:
 
     @contextmanager
     def again(self, state: Tensor) -> Iterator[None]:
-        """Inside, return the masks of the time when the generator had `state`."""
+        """Inside, return the numbers of the time when the generator had `state`."""
         now, self.state = self.state, state
         try:
             yield
         finally:
             self.state = now
 
-    def mask(self, step: Step, keep: float) -> Tensor:
-        """Return the mask of a step, for the global batch: 1 with probability `keep`."""
+    def generator(self, step: Step) -> torch.Generator:
+        """Return the generator of what a step draws in this forward, on the CPU."""
         word = self._seed & _WORD
         for number in (self._numbers[step.name], self._calls):
             word = _mixed(word ^ number)
         # torch's generator takes the lower half of a seed.
-        generator = torch.Generator().manual_seed(word >> 32)
-        mask = torch.empty(self._values[step.outputs[0]].shape)
-        return mask.bernoulli_(keep, generator=generator)
+        return torch.Generator().manual_seed(word >> 32)
 
 
 def _mixed(word: int) -> int:
