@@ -31,7 +31,8 @@ import torch
 from torch import Tensor
 
 from msrun.parallel.losses.mixing import dims_of
-from msrun.parallel.losses.torch_calls import dim_order, script_line
+from msrun.parallel.losses.numbers.contractions import CONTRACTIONS, contraction
+from msrun.parallel.losses.torch_calls import dim_order, over_samples, script_line
 
 
 class Mark(NamedTuple):
@@ -124,7 +125,7 @@ class TorchCall:
 
     def mixture(self, what: str) -> Mixture:
         """Return that this call mixed samples."""
-        return Mixture(f"a {what} over samples{self.line()}")
+        return Mixture(over_samples(what) + self.line())
 
 
 Outcome = Mark | Mixture | None
@@ -198,7 +199,7 @@ def _reduced(call: TorchCall, kind: str) -> Outcome:
         return call.mixture(call.name)
     if is_number and (mark.statistic or kind == "sum"):
         return None
-    return Mark(None, mark.statistic or f"a {call.name} over samples{call.line()}")
+    return Mark(None, mark.statistic or over_samples(call.name) + call.line())
 
 
 def _normalized(call: TorchCall) -> Outcome:
@@ -268,32 +269,23 @@ def _attention(call: TorchCall) -> Outcome:
     return Mixture(mark.statistic) if mark.statistic else mark
 
 
-def _matmul(call: TorchCall) -> Outcome:
-    """(..., i, k) @ (..., k, j)."""
-    left, right = call.x, call.value(1, "mat2")
-    if call.name == "__rmatmul__":
-        left, right = right, left
-    if not isinstance(right, Tensor) or not isinstance(left, Tensor):
+def _contracted(call: TorchCall) -> Outcome:
+    """A product that adds up over dims."""
+    found = contraction(call.name, call.args, call.kwargs)
+    if found is None:
         return None
-    if min(left.dim(), right.dim()) < 2:  # noqa: PLR2004 - vectors
-        return None
-    ours, other = call.mark(left), call.mark(right)
-    count = call.result.dim()
-    dims, over = set(), False
-    for mark, tensor, shared in ((ours, left, 1), (other, right, 2)):
-        if mark and mark.dim is not None:
-            last = tensor.dim() - mark.dim
-            if last == shared:
-                over = True
-            else:
-                dims.add(count - last)
-    statistics = [mark.statistic for mark in (ours, other) if mark and mark.statistic]
-    if over:
-        name = f"a {call.name} over samples{call.line()}"
-        return None if dims or statistics else Mark(None, name)
+    marks = [(mark, labels) for x, labels in found.operands if (mark := call.mark(x))]
+    held = [labels[mark.dim] for mark, labels in marks if mark.dim is not None]
+    dims = {found.result.index(label) for label in held if label in found.result}
+    is_over = any(label not in found.result for label in held)
+    statistics = [mark.statistic for mark, _ in marks if mark.statistic]
+    if is_over:
+        name = over_samples(call.name) + call.line()
+        is_known = call.result.dim() and not (dims or statistics)
+        return Mark(None, name) if is_known else None
     if len(dims) > 1:  # pairs of samples
         return None
-    if statistics and ours and other:
+    if statistics and len(marks) > 1:
         return Mixture(statistics[0])
     return Mark(next(iter(dims), None), next(iter(statistics), ""))
 
@@ -469,7 +461,7 @@ def _rules() -> dict[str, Rule]:
     add(_of_samples, "instance_norm batch_norm adaptive_avg_pool1d max_pool1d avg_pool1d")
     add(_attention, "scaled_dot_product_attention")
     add(_own, "embedding one_hot")
-    add(_matmul, "matmul mm bmm __matmul__ __rmatmul__ _sparse_mm")
+    add(_contracted, " ".join(CONTRACTIONS))
     add(_loss, "cross_entropy mse_loss l1_loss smooth_l1_loss huber_loss kl_div")
     add(_loss, "binary_cross_entropy binary_cross_entropy_with_logits gaussian_nll_loss")
     add(_chosen, "diagonal triu tril trace diag")

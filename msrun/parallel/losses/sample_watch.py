@@ -50,7 +50,7 @@ from msrun.parallel.losses.sample_dims import (
     Outcome,
     TorchCall,
 )
-from msrun.parallel.losses.torch_calls import script_line
+from msrun.parallel.losses.torch_calls import name_of, script_line
 from msrun.parallel.torch_compat import passes_straight, write_count
 
 # Attributes of tensors: the number of the watch, how often it was written, and what is known; and
@@ -161,7 +161,7 @@ class SampleWatch(TorchFunctionMode):
             mark = marks.get(id(tensor))
             return mark is not None and mark.dim == 0 and not mark.is_guess
 
-        name = getattr(func, "__name__", "")
+        name = name_of(func)
         results = [tensor for tensor in tensors_in(result) if not tensor.is_inference()]
         if _is_row_of_integers(args, results):
             return
@@ -354,5 +354,5 @@ def _is_row_of_integers(args: Sequence[Any], results: Sequence[Tensor]) -> bool:
 
 def _name(func: Callable[..., Any]) -> str:
     """Return the name of a function of torch, also of one that writes in place."""
-    name: str = PROPERTIES.get(func, getattr(func, "__name__", ""))
+    name = PROPERTIES.get(func) or name_of(func)
     return name if name.endswith("__") else name.removesuffix("_")

@@ -120,6 +120,7 @@ class Work:
             return outputs[0]
 
         try:
+            self.tally.looks = self.known is not None and not part
             if self.known is None or part:
                 return self._loss(output, part, given, self.split.real(self.target, part))
             return self._watched(output, self.known, given)
