@@ -37,7 +37,7 @@ from msrun.errors import ConfigError, DividedModelError, ModelError, PeerRankErr
 from msrun.parallel.exchange import messages
 from msrun.parallel.exchange.host_copy import HostCopy
 from msrun.parallel.local import full_tensor, is_sharded, local_gradient
-from msrun.parallel.losses.numbers.unknown import warn_of_unknown
+from msrun.parallel.losses.calls.unknown import warn_of_unknown
 from msrun.parallel.losses.terms import Kind, PartLoss, Term, count_type, one_number
 from msrun.parallel.losses.watch import LossWatch
 from msrun.parallel.torch_compat import eagerly

@@ -36,11 +36,11 @@ from msrun.errors import ModelError
 from msrun.parallel.local import full_tensor
 from msrun.parallel.losses import torch_calls
 from msrun.parallel.losses.batch import tensors_in
+from msrun.parallel.losses.calls.reductions import Reduced, reduced_by, sums_rows
+from msrun.parallel.losses.calls.unknown import is_unseen
 from msrun.parallel.losses.linearity import check_columns, check_sums, of_part, slopes_by
 from msrun.parallel.losses.mixing import Columns, columns, has_pairs, moves_samples, scattered
 from msrun.parallel.losses.notes import watch_numbers
-from msrun.parallel.losses.numbers.reductions import Reduction, reduction, sums_rows
-from msrun.parallel.losses.numbers.unknown import is_unseen
 from msrun.parallel.losses.own_gradients import BatchRows, is_gradient, is_pure_sum, is_sign
 from msrun.parallel.losses.rows import RowsWatch
 from msrun.parallel.losses.terms import (
@@ -146,7 +146,7 @@ class LossWatch(TorchFunctionMode):
             self._leave(result, term, sources - own | batch)
         elif self._takes_all and self._are_weights((*args, *kwargs.values())):
             setattr(result, _OF_WEIGHTS, self._number)
-        elif not result.dim() and (of := reduction(name, args, kwargs, self._is_sample)):
+        elif not result.dim() and (of := reduced_by(name, args, kwargs, self._is_sample)):
             return self._reduced(name, result, of, sources)
         else:
             return self._noted(name, result, args, kwargs)
@@ -346,7 +346,7 @@ class LossWatch(TorchFunctionMode):
                 hint="compare them with rt.gather(x), which has the samples of all ranks",
             )
 
-    def _reduced(self, name: str, result: Tensor, of: Reduction, sources: frozenset[int]) -> Tensor:
+    def _reduced(self, name: str, result: Tensor, of: Reduced, sources: frozenset[int]) -> Tensor:
         """Return the mean or sum `result`; over elements of the batch it leaves a term."""
         x, kind = of
         own = self._own_term(x)

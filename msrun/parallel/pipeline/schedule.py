@@ -31,7 +31,7 @@ from torch.nn import Parameter
 from msrun.errors import ModelError, UsageError
 from msrun.parallel.data_parallel.joined_inputs import JoinNotes, attached
 from msrun.parallel.losses.batch import map_leaves, own_loss, tensor_names, tensors_in
-from msrun.parallel.losses.sample_dims import Known
+from msrun.parallel.losses.calls.marks import Known
 from msrun.parallel.losses.sample_watch import SampleWatch
 from msrun.parallel.losses.tally import LossTally
 from msrun.parallel.pipeline.border import (

@@ -10,7 +10,7 @@ from torch.nn import functional
 
 import msrun
 from msrun.errors import ModelError
-from msrun.parallel.losses.numbers.contractions import contraction
+from msrun.parallel.losses.calls.contractions import contraction
 from msrun.parallel.losses.sample_watch import SampleWatch
 from msrun.parallel.losses.torch_calls import name_of
 from msrun.parallel.losses.watch import LossWatch

@@ -7,11 +7,11 @@ from typing import Any, Literal, NamedTuple
 
 from torch import Tensor
 
-from msrun.parallel.losses.numbers.contractions import contraction
+from msrun.parallel.losses.calls.contractions import contraction
 from msrun.parallel.losses.torch_calls import MEANS, OPAQUE, SUMS, tensors_of
 
 
-class Reduction(NamedTuple):
+class Reduced(NamedTuple):
     """A function that returned one number.
 
     Args:
@@ -23,12 +23,12 @@ class Reduction(NamedTuple):
     kind: Literal["mean", "sum", "opaque"]
 
 
-def reduction(
+def reduced_by(
     name: str,
     args: Sequence[Any],
     kwargs: Mapping[str, Any],
     is_sample: Callable[[Tensor], bool],
-) -> Reduction | None:
+) -> Reduced | None:
     """Return what a function reduced to one number; None for a function that is not known.
 
     Args:
@@ -42,13 +42,13 @@ def reduction(
         return None  # of numbers
     if name in MEANS | SUMS | OPAQUE:
         kind = "mean" if name in MEANS else "sum" if name in SUMS else "opaque"
-        return Reduction(x, kind) if isinstance(x, Tensor) else None  # type: ignore[arg-type]
+        return Reduced(x, kind) if isinstance(x, Tensor) else None  # type: ignore[arg-type]
     product = contraction(name, args, kwargs)
     if product is None:
         return None
     # A sum of products of each sample with itself, and of no pairs of samples.
     firsts = {labels[:1] for x, labels in product.operands if is_sample(x)}
-    return Reduction(product.operands[0][0], "sum" if len(firsts) == 1 else "opaque")
+    return Reduced(product.operands[0][0], "sum" if len(firsts) == 1 else "opaque")
 
 
 def sums_rows(
