@@ -1,13 +1,15 @@
 """Draw models with quirks, train them in a drawn configuration, and compare with one process.
 
-Usage: python scripts/fuzz_models.py [--seed N] [--draws N] [--keep FILE]
+Usage: python scripts/fuzz_models.py [--seed N] [--draws N | --minutes M] [--keep FILE]
        python scripts/fuzz_models.py --case "CONFIGURATION: QUIRK, QUIRK, ..." [--case ...]
 
 Each seed is one draw.  It comes to `equal`, `refused` (one sentence, on all ranks), `warned` (what
 data-parallel ranks alone may do is other than one process, and a sentence says so), `wrong`,
 `traceback` or `hung`; the last three fail, and the draw is made smaller: quirk by quirk is left out
 while it still fails so.  What is left is printed as a case, which `--case` runs again, whatever
-later versions of this file draw.  tests/torch/models/fuzz_cases.txt has those that once failed.
+later versions of this file draw.  tests/torch/models/fuzz_cases.txt has those that once failed;
+`--keep` adds new ones to a file of that form.  With `--minutes` the first seed is a fresh one, if
+none is given, and printed.
 """
 
 # mypy cannot follow scripts that import each other.
@@ -17,11 +19,13 @@ from __future__ import annotations
 
 import argparse
 import random
+import secrets
 import sys
+import time
 import traceback
 import warnings
 from collections import Counter
-from collections.abc import Mapping
+from collections.abc import Iterator, Mapping
 from pathlib import Path
 from typing import Any
 
@@ -30,7 +34,7 @@ import torch.distributed as dist
 from fuzz_forms import BLOCKS, FORMS
 from fuzz_loops import LIBRARY_LOOPS, LOOPS
 from fuzz_ranks import FuzzRanks
-from fuzz_scripts import AFTER, BEFORE, LOSSES
+from fuzz_scripts import AFTER, BEFORE, LOSSES, PENALTIES
 from fuzz_training import (
     Case,
     Learned,
@@ -128,6 +132,8 @@ def draw(seed: int, *, of_libraries: bool = False) -> Case:
     if of_libraries:
         quirks.append(numbers.choice(list(LIBRARY_LOOPS)))
         quirks = [quirk for quirk in quirks if quirk not in LOOPS]
+    if numbers.random() < 0.1:  # noqa: PLR2004
+        quirks.append(numbers.choice(list(PENALTIES)))
     return Case(config, tuple(quirks))
 
 
@@ -291,12 +297,53 @@ def smaller(ranks: FuzzRanks, case: Case, answer: str) -> tuple[Case, str]:
     return case, answer
 
 
+def drawn(given: argparse.Namespace) -> Iterator[tuple[int | None, Case]]:
+    """Yield the cases that the command line asks for, with their seeds, while there is time."""
+    yield from ((None, read_case(text)) for text in given.case or [])
+    if given.case:
+        return
+    first, draws = given.seed, given.draws
+    if first is None:
+        first = secrets.randbelow(2**32) if given.minutes else 0
+    if given.minutes and draws is None:
+        draws = sys.maxsize
+    print(f"seeds from {first} on", flush=True)
+    began = time.monotonic()
+    for seed in range(first, first + (draws or 1)):
+        if given.minutes and time.monotonic() - began >= 60 * given.minutes:
+            return
+        yield seed, draw(seed, of_libraries=given.libraries)
+
+
+def run(ranks: FuzzRanks, given: argparse.Namespace) -> Counter[str]:
+    """Run what the command line asks for; return how many cases came to what."""
+    kinds: Counter[str] = Counter()
+    for seed, case in drawn(given):
+        if not case.config.startswith(given.only):
+            kinds["left out"] += 1
+            continue
+        answer = ask(ranks, case)
+        kinds[answer.partition(":")[0]] += 1
+        if has_failed(answer):
+            print(f"seed {seed}: {case}\n  {answer}", flush=True)
+            least, said = smaller(ranks, case, answer)
+            print(f"  smallest: {least}\n  {said}", flush=True)
+            if given.keep:
+                with given.keep.open("a", encoding="utf-8") as file:
+                    file.write(f"# seed {seed}: {said}\n{least}\n")
+        elif given.case or (given.draws in (None, 1) and not given.minutes):
+            print(f"seed {seed}: {case}\n  {answer}", flush=True)
+    return kinds
+
+
 def main() -> int:
     """Do what the command line says; return 1 if a case failed."""
     parser = argparse.ArgumentParser(description=(__doc__ or "").partition("\n")[0])
-    parser.add_argument("--seed", type=int, default=0, help="first seed")
-    parser.add_argument("--draws", type=int, default=1)
+    parser.add_argument("--seed", type=int, help="first seed; 0, or a fresh one with --minutes")
+    parser.add_argument("--draws", type=int, help="1, or as many as there is time for")
+    parser.add_argument("--minutes", type=float, default=0.0, help="at most for so long")
     parser.add_argument("--case", action="append", help="a case as it was printed; several may be")
+    parser.add_argument("--keep", type=Path, metavar="FILE", help="add cases that fail to it")
     parser.add_argument("--only", default="", help="configurations that begin so")
     parser.add_argument(
         "--libraries", action="store_true", help="loops of accelerate, diffusers, transformers"
@@ -304,24 +351,8 @@ def main() -> int:
     given = parser.parse_args()
     torch.set_num_threads(1)  # threads do not survive a fork
     ranks = make_ranks()
-    kinds: Counter[str] = Counter()
-    seeds = range(given.seed, given.seed + given.draws)
-    cases = [(None, read_case(text)) for text in given.case or []]
     try:
-        for seed, case in cases or (
-            (seed, draw(seed, of_libraries=given.libraries)) for seed in seeds
-        ):
-            if not case.config.startswith(given.only):
-                kinds["left out"] += 1
-                continue
-            answer = ask(ranks, case)
-            kinds[answer.partition(":")[0]] += 1
-            if has_failed(answer):
-                print(f"seed {seed}: {case}\n  {answer}", flush=True)
-                least, said = smaller(ranks, case, answer)
-                print(f"  smallest: {least}\n  {said}", flush=True)
-            elif given.case or given.draws == 1:
-                print(f"seed {seed}: {case}\n  {answer}", flush=True)
+        kinds = run(ranks, given)
     finally:
         ranks.close()
     print(", ".join(f"{count} {kind}" for kind, count in kinds.most_common()))

@@ -393,3 +393,15 @@ LOSSES: dict[str, Callable[[Any, Any], Any]] = {
         o.log_softmax(-1), _soft(t), reduction="batchmean"
     ),
 }
+
+
+def _squares(model: nn.Module) -> Any:
+    return sum(param.square().sum() for param in model.parameters() if param.requires_grad)
+
+
+# Penalties on weights beside a loss function, which gets the model from the script around it.
+PENALTIES: dict[str, Callable[[nn.Module], Any]] = {
+    "weight penalty": lambda model: 0.01 * _squares(model),
+    "mean of weights": lambda model: 0.1 * next(iter(model.parameters())).abs().mean(),
+    "norm of a weight": lambda model: 0.1 * next(iter(model.parameters())).norm(),
+}

@@ -19,7 +19,7 @@ from fuzz_blocks import MixedTypes
 from fuzz_forms import BLOCKS, FORMS, Form
 from fuzz_loops import LIBRARY_LOOPS, LOOPS, Loop
 from fuzz_quirks import CLASSES, WIDTH
-from fuzz_scripts import AFTER, BEFORE, LOSSES, OF_ALL
+from fuzz_scripts import AFTER, BEFORE, LOSSES, OF_ALL, PENALTIES
 from torch import Tensor, nn
 
 import msrun
@@ -52,6 +52,16 @@ class Case:
         """The loss of logits and target."""
         found: Callable[[Any, Any], Any] = LOSSES[self._first(LOSSES, "mean")]
         return found
+
+    def penalized(self, loss: Any, model: nn.Module) -> Any:
+        """Return a loss with the penalty on weights of the case, if it has one."""
+        quirk = self._first(PENALTIES, "")
+        if not quirk or isinstance(loss, dict):
+            return loss
+        penalty = PENALTIES[quirk](model)
+        if isinstance(loss, tuple):
+            return loss[0] + penalty * loss[1], loss[1]
+        return loss + penalty
 
     @property
     def loop(self) -> Loop:
@@ -210,7 +220,9 @@ class _Training:
         return self.rt.step(
             self.model,
             self.optimizer,
-            lambda output, target: loss_fn(form.logits(output), target),
+            lambda output, target: self.case.penalized(
+                loss_fn(form.logits(output), target), self.model
+            ),
             *form.inputs(x),
             y,
             max_norm=max_norm,
@@ -263,7 +275,8 @@ class _Training:
         if case.has_own_loss:
             loss = case.form.loss(self.model(x=x, labels=y))
         else:
-            loss = case.loss(case.form.logits(case.form.call(self.model, x)), y)
+            output = case.form.logits(case.form.call(self.model, x))
+            loss = case.penalized(case.loss(output, y), self.model)
         if isinstance(loss, dict):
             return loss["loss"]
         return loss[0] / loss[1] if isinstance(loss, tuple) else loss

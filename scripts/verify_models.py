@@ -1,6 +1,7 @@
 """Verify the models of `model_zoo` in every configuration of `model_table`.
 
 Usage: python scripts/verify_models.py [--only MODEL[:COLUMN]]... [--limit SECONDS] [--jobs]
+       python scripts/verify_models.py --sample DATE --minutes M [--note]
        python scripts/verify_models.py --plant [--only ...]
 
 The safety net has to hold for the models of others.  Each cell trains three steps under
@@ -9,6 +10,9 @@ of verification, about loss, gradients and buffers of the first step, and that o
 losses, weights and buffers after three.  They must agree.  The cells begin with one configuration
 of each model, and go on with the next of each.  `--jobs` runs them as jobs of `msrun verify` in
 processes of their own, as a person does; those end after the first step.
+
+`--sample` takes the cells in an order that its text decides, such as a date, while `--minutes`
+last; `--note` writes the cells that are equal, with that text, to verified_cells.json.
 
 `--plant` gives the last rank a wrong gradient of one parameter, by a hook of the script, and says
 which parameter verification names.  A rank scales what it has of the parameter by 1.5.
@@ -26,9 +30,11 @@ import importlib.util
 import io
 import json
 import os
+import random
 import subprocess
 import sys
 import tempfile
+import time
 import warnings
 from collections import Counter
 from collections.abc import Iterator, Sequence
@@ -52,6 +58,7 @@ from torch import nn
 import msrun
 
 LIMIT = 180.0
+VERIFIED = Path(__file__).with_name("verified_cells.json")
 _MODEL = "MSRUN_VERIFIED_MODEL"
 _NOT_EQUAL = 1
 _SENTENCE = 200
@@ -193,11 +200,32 @@ def cells(only: Sequence[str]) -> Iterator[tuple[str, str]]:
                 yield name, column
 
 
+def chosen(given: argparse.Namespace) -> Iterator[tuple[str, str]]:
+    """Yield the cells that are wanted, in their order, while there is time."""
+    found = list(cells(given.only))
+    if given.sample:
+        random.Random(given.sample).shuffle(found)  # noqa: S311 - no secret
+    began = time.monotonic()
+    for cell in found:
+        if given.minutes and time.monotonic() - began >= 60 * given.minutes:
+            return
+        yield cell
+
+
+def note(found: Sequence[tuple[str, str]], day: str) -> None:
+    """Write which cells were equal to one process, and when last."""
+    noted = json.loads(VERIFIED.read_text()) if VERIFIED.exists() else {}
+    for name, column in found:
+        noted.setdefault(name, {})[column] = day
+    VERIFIED.write_text(json.dumps(noted, indent=1, sort_keys=True) + "\n")
+
+
 def verify_all(given: argparse.Namespace) -> Counter[str]:
     """Verify the cells; return how many came to what."""
     counts: Counter[str] = Counter()
+    equal: list[tuple[str, str]] = []
     alone: dict[str, Trained] = {}
-    for name, column in cells(given.only):
+    for name, column in chosen(given):
         entry = ZOO[name]
         if entry.needs and importlib.util.find_spec(entry.needs) is None:
             word, sentence = "missing", f"{entry.needs} is not installed"
@@ -211,8 +239,11 @@ def verify_all(given: argparse.Namespace) -> Counter[str]:
             except ImportError as error:
                 word, sentence = "missing", str(error)
         counts[word] += 1
+        equal += [(name, column)] if word == "equal" else []
         if word != "none":
             print(f"{name}:{column}: {word}: {' '.join(sentence.split())[:_SENTENCE]}", flush=True)
+    if given.note:
+        note(equal, given.sample)
     return counts
 
 
@@ -222,10 +253,15 @@ def main() -> int:
     parser.add_argument("--only", action="append", default=[], metavar="MODEL[:COLUMN]")
     parser.add_argument("--limit", type=float, default=LIMIT, metavar="SECONDS")
     parser.add_argument("--jobs", action="store_true", help="as jobs of `msrun verify`")
+    parser.add_argument("--sample", default="", metavar="DATE", help="cells in an order by it")
+    parser.add_argument("--minutes", type=float, default=0.0, help="at most for so long")
+    parser.add_argument("--note", action="store_true", help="write which cells are equal")
     parser.add_argument("--plant", action="store_true", help="with a wrong gradient on one rank")
     given = parser.parse_args()
     if given.jobs and given.plant:
         parser.error("--plant is for forked ranks (leave out --jobs)")
+    if given.note and not given.sample:
+        parser.error("--note needs --sample DATE")
     known = {f"{name}:{column}" for name in ZOO for column in COLUMNS} | {*ZOO}
     if unknown := [cell for cell in given.only if cell not in known]:
         parser.error(

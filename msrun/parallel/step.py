@@ -294,7 +294,7 @@ def _train(
     for index, part in enumerate(parts):
         is_last = index == len(parts) - 1
         reduction = sharded.completed() if is_last else sharded.paused()
-        is_traced = looks and not index
+        tally.looks = is_traced = looks and not index
         in_part = sharded.decisions.in_part(is_traced=is_traced)
         with tally.explaining(), reduction, sharded.computing(), in_part:
             samples = batch_size(part)

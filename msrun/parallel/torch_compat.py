@@ -392,6 +392,9 @@ def mapped(call: Callable[[Any], Any], tree: Any) -> Any | None:
     return pytree.tree_unflatten(found, form)
 
 
+_SHOWN = "msrun_shown"  # the gradient that a gathered parameter shows for that of its shard
+
+
 def reduce_sharded(model: FSDPModule) -> None:
     """Reduce the gradients that accumulated in `model` while its reduction was switched off.
 
@@ -549,6 +552,7 @@ def _watch_unit(
     # Methods of the object are replaced, not of the class: other models in the process stay as
     # they are.
     unshard, post_backward = group.unshard, group.post_backward
+    post_forward = group.post_forward
     pre_backward, wait_for_unshard = group.pre_backward, group.wait_for_unshard
 
     def watched_unshard(*options: Any, **named: Any) -> None:
@@ -562,9 +566,11 @@ def _watch_unit(
     def watched_pre_backward(*options: Any) -> None:
         if torch.is_grad_enabled():
             differentiated()
+        _settle_gradients(group)
         pre_backward(*options)
 
     def watched_post_backward(*unused: Any) -> None:
+        _settle_gradients(group)  # of a unit whose outputs were not used
         check()
         if group.reduce_grads:
             names = [p._param_fqn for p in group.fsdp_params if _has_gradient(p)]  # noqa: SLF001
@@ -575,7 +581,15 @@ def _watch_unit(
         with _no_inference():
             wait_for_unshard()
 
+    def watched_post_forward(*passed: Any) -> Any:
+        output = post_forward(*passed)
+        if torch.is_grad_enabled() and group.is_unsharded and not is_in_backward():
+            _settle_gradients(group)  # of a forward that no backward pass followed
+            _show_gradients(group)
+        return output
+
     group.unshard, group.post_backward = watched_unshard, watched_post_backward
+    group.post_forward = watched_post_forward
     group.pre_backward, group.wait_for_unshard = watched_pre_backward, plain_wait_for_unshard
 
 
@@ -599,7 +613,45 @@ def drop_gathered_gradients(model: nn.Module) -> None:
     """Drop gradients that modules of `fully_shard` in `model` have not reduced."""
     for param in _gathered(model):
         if hasattr(param, "_unsharded_param"):
+            vars(param).pop(_SHOWN, None)
             param._unsharded_param.grad = param.unsharded_accumulated_grad = None  # noqa: SLF001
+
+
+def hide_gradients(model: nn.Module) -> None:
+    """Let gathered parameters have no gradient until a backward pass, whatever scripts dropped."""
+    for param in _gathered(model):
+        mark = vars(param).pop(_SHOWN, None)
+        if mark is not None and param._unsharded_param.grad is mark:  # noqa: SLF001
+            param._unsharded_param.grad = None  # noqa: SLF001
+
+
+def _show_gradients(group: Any) -> None:
+    """Let a gathered parameter have a gradient, of nothing, where its shard has one.
+
+    So a script that drops it (`param.grad = None`) is seen to.
+    """
+    for param in group.fsdp_params:
+        whole: Any = getattr(param, "_unsharded_param", param)
+        is_shown = _has_gradient(param) or param.sharded_param.grad is None
+        if is_shown or whole is param:
+            continue
+        if whole.device.type in ("cpu", "cuda") and not hasattr(whole, "device_mesh"):
+            # It takes no memory.
+            mark = torch.zeros_like(whole, layout=torch.sparse_coo, requires_grad=False)
+            vars(param)[_SHOWN] = whole.grad = mark
+
+
+def _settle_gradients(group: Any) -> None:
+    """Drop the gradients of shards of which a script dropped what `_show_gradients` left."""
+    for param in group.fsdp_params:
+        mark = vars(param).pop(_SHOWN, None)
+        if mark is None:
+            continue
+        gradient = param._unsharded_param.grad  # noqa: SLF001
+        if gradient is mark:
+            param._unsharded_param.grad = None  # noqa: SLF001
+        elif gradient is None:
+            param.sharded_param.grad = None
 
 
 def _before_gather(group: Any, call: Callable[[], None]) -> None:
@@ -1610,6 +1662,11 @@ def function_of(step: Any) -> type | None:
     """Return the `torch.autograd.Function` that a step of autograd's graph runs; None if none."""
     kind: type | None = getattr(type(step), "_forward_cls", None)
     return kind
+
+
+def result_shapes(step: Any) -> list[tuple[int, ...]]:
+    """Return the shapes of what a step of autograd's graph computed in the forward pass."""
+    return [tuple(each.shape) for each in step._input_metadata]  # noqa: SLF001
 
 
 @contextmanager

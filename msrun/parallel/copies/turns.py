@@ -21,8 +21,8 @@ Each thread gets modes of torch, gradient mode, autocast, device and stream of t
 
 - Random generators.  Each copy has a stream of its own.  So a recomputation, which begins with the
   state of the beginning of a region and runs alone, draws what its copy drew.
-- What the guard shares between modules that read one tensor, and what units of ZeRO note while their
-  forward runs (`own`): a unit that another copy has left would count as left by all.
+- What the guard shares between modules that read one tensor, and what units of ZeRO note while
+  their forward runs (`own`): a unit that another copy has left would count as left by all.
 - Attributes that modules set, and generators of Python and numpy: `attributes` refuses them.
 
 Invariant: no thread is left behind, whatever a copy raises.

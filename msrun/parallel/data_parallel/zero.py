@@ -29,7 +29,7 @@ Invariants:
   plain data parallelism.
 - A member of a list of which the module around takes a part is no unit (`used_outside`).
 - `zero_grad` of a module drops the gradients of its shards too, also between forward and backward,
-  when its parameters are the gathered ones.
+  when its parameters are the gathered ones.  So does `param.grad = None`.
 - A unit refuses tensors in the places of its parameters, as of `torch.func.functional_call`: it
   would overwrite them by what it gathers.
 - A module without a forward, such as a list, is no unit: nothing would gather its parameters.
@@ -323,6 +323,7 @@ class _ZeroGrad:
         self._module, self.__wrapped__ = module, module.zero_grad
 
     def __call__(self, set_to_none: bool = True) -> None:  # noqa: FBT001, FBT002 - as torch has it
+        torch_compat.hide_gradients(self._module)
         self.__wrapped__(set_to_none)
         for shard in torch_compat.shards_of_gathered(self._module).values():
             if set_to_none:

@@ -20,6 +20,12 @@ from msrun.parallel.config import ROOT
 from msrun.parallel.local import is_sharded
 
 _NAMES_SHOWN = 3
+# What torch says of shards beside gathered parameters, and beside those that a plan shards.
+_OF_SHARDS = (
+    "mixed torch.Tensor and DTensor",
+    "Cross device mesh comm not supported",
+    "on inputs with different meshes",
+)
 
 
 @contextlib.contextmanager
@@ -78,7 +84,7 @@ def _sentence_of(error: RuntimeError, model: nn.Module, level: int) -> ModelErro
             f"calls cannot call modules whose parameters are gathered: {_first_line(error)}",
             hint="call the modules outside of its functions, or choose zero 0",
         )
-    if "mixed torch.Tensor and DTensor" not in str(error):
+    if not any(text in str(error) for text in _OF_SHARDS):
         return None
     names = [
         name

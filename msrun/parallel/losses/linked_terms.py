@@ -9,6 +9,7 @@ from torch import Tensor
 from torch.nn import Parameter
 from torch.overrides import TorchFunctionMode
 
+from msrun.parallel.losses.calls.unknown import is_unseen
 from msrun.parallel.losses.notes import watch_numbers
 from msrun.parallel.losses.terms import Term
 from msrun.parallel.torch_compat import write_count
@@ -94,7 +95,10 @@ class LinkedTerms(TorchFunctionMode):
         for value in values:
             for item in value if isinstance(value, tuple | list) else (value,):
                 if isinstance(item, Tensor):
-                    watch, *sources = getattr(item, _SOURCES, (None,))
+                    noted = getattr(item, _SOURCES, None)
+                    if noted is None and not self._takes_all and is_unseen(item):
+                        noted = (self._number, *ONLY_BATCH)
+                    watch, *sources = noted or (None,)
                     found |= frozenset(sources) if watch == self._number else NOTHING
         return found
 

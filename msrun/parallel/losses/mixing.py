@@ -21,6 +21,7 @@ _SUMS = frozenset(["sum", "nansum"])
 _DIM_AT = {
     "norm": 2,
     "vector_norm": 2,
+    "matrix_norm": 2,
     "quantile": 2,
     "nanquantile": 2,
     "normalize": 2,
@@ -36,13 +37,15 @@ _OPAQUE = frozenset(
 _OPAQUE |= {"argmin", "median", "nanmedian", "mode", "prod", "logsumexp", "softmax", "log_softmax"}
 _OPAQUE |= {"softmin", "cumsum", "cumprod", "logcumsumexp", "cummax", "cummin", "sort", "argsort"}
 _OPAQUE |= {"flip", "diff", *_DIM_AT}
-# Without a dim these take the last one.
+# Without a dim these take the last one, and these all.
 _OF_LAST = frozenset(["topk", "sort", "argsort", "kthvalue", "mode", "diff"])
+_OF_EVERY = frozenset(["std_mean", "var_mean", "aminmax"])
 # They add up or place rows of one tensor in another by numbers, such as those of classes.
 _SCATTERING = frozenset(["index_add", "index_add_", "scatter_add", "scatter_add_", "index_reduce"])
 _SCATTERING |= {"index_reduce_", "scatter_reduce", "scatter_reduce_", "segment_reduce", "bincount"}
 # Of a matrix with samples in its rows or columns.
-_OF_ALL = frozenset(["cov", "corrcoef", "pdist"])
+_OF_ALL = frozenset(["cov", "corrcoef", "pdist", "svd", "svdvals", "qr", "pinv", "lstsq"])
+_OF_ALL |= {"eigh", "eigvalsh", "eig", "eigvals", "inv", "slogdet", "cholesky", "matrix_exp"}
 # Those of which `columns` says more than nothing.
 COLUMN_FUNCTIONS = _MEANS | _SUMS | _OPAQUE | _OF_ALL
 _PRODUCTS = frozenset(["matmul", "mm", "__matmul__", "__rmatmul__", "inner", "einsum"])
@@ -118,7 +121,7 @@ def columns(name: str, args: Sequence[Any], kwargs: Mapping[str, Any], samples: 
     # Rows may be tokens of all samples.
     has_tokens = samples > 1 and length > samples and length % samples == 0
     if name in _OF_ALL:
-        return "opaque" if samples in x.shape else ""
+        return "opaque" if x.dim() <= 2 and samples in x.shape else ""  # noqa: PLR2004 - a matrix
     if not (length == samples or (has_tokens and name not in _SUMS)):
         return ""
     if 0 not in (dims_of(name, args, kwargs, x.dim()) or _default_dims(name, x)):
@@ -129,7 +132,7 @@ def columns(name: str, args: Sequence[Any], kwargs: Mapping[str, Any], samples: 
 
 
 def _default_dims(name: str, x: Tensor) -> set[int]:
-    return {x.dim() - 1} if name in _OF_LAST else set()
+    return {0} if name in _OF_EVERY else {x.dim() - 1} if name in _OF_LAST else set()
 
 
 def scattered(
@@ -161,5 +164,7 @@ def dims_of(name: str, args: Sequence[Any], kwargs: Mapping[str, Any], count: in
     given = args[place] if len(args) > place else None
     for key in ("dim", "dims", "axis"):
         given = kwargs.get(key, given)
+    if name == "matrix_norm" and given is None:
+        given = (-2, -1)
     dims = given if isinstance(given, tuple | list) else [given]
     return {dim % count for dim in dims if isinstance(dim, int) and not isinstance(dim, bool)}

@@ -101,17 +101,28 @@ class RowsWatch:
             for tensor in given
             if not self._noted(tensor)
         )
-        is_sum = name in _ADDING and all(not tensor.dim() for tensor in results)
+        sets = {rows for rows, _ in origins}
+        is_of_others = len(sets) > 1 or len(origins) == 1
+        is_sum = name in _ADDING and is_of_others and all(not tensor.dim() for tensor in results)
         if is_sum or name in _JOINING:
             self._note(results, self._joined(origins, has_whole=has_whole))
             return
-        sets = {rows for rows, _ in origins}
         if len(sets) + has_whole == 1 and _MIXED not in sets:
             # One row of integers may be left alone by `SampleWatch`, and so have no history.
             histories = tuple(own.history for x, own in found if x.is_floating_point())
             self._note(results, RowsOrigin(next(iter(sets)), hash((name, histories))))
         elif not any(_is_shift(one, other) for one in sets for other in sets):
             self._note(results, RowsOrigin(_MIXED))
+
+    def is_one(self, value: Tensor) -> bool:
+        """Return whether `value` is computed from one row alone, and is no slice with this row."""
+        origin = None if value.shape[:1] == (1,) else self._noted(value)
+        return origin is not None and len(origin.rows) == 1 and origin.rows != _MIXED
+
+    def are_different(self, values: Sequence[Tensor]) -> bool:
+        """Return whether each of `values` is a number, and comes from other rows."""
+        rows = {origin.rows for value in values if (origin := self._noted(value))}
+        return len(rows) == len(values) and not any(value.dim() for value in values)
 
     def _joined(self, origins: Sequence[RowsOrigin], *, has_whole: bool) -> RowsOrigin | None:
         """Return where values that come together are from; None for the whole batch."""

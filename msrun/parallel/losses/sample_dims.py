@@ -13,128 +13,37 @@ samples, alone or together with dims behind it: (samples, tokens) flattened has 
 - None: not known.
 
 So what this file does not know is not noticed, and nothing is noticed by chance: dims follow from
-the functions, never from sizes that are equal.  Maxima over samples are not noticed, since they
-often only crop padding; nor are sorts, gathers and single rows, since what is taken apart is often
-put together again.  Pairs of samples are the business of `mixing`, as a model may have all and use
-those of a sample with itself, and pairs of rows of different inputs that of `pairs`.
+the functions, never from sizes that are equal.  Maxima of integers are not noticed, since they
+crop padding, nor are maxima that are subtracted.  Samples in another order are right until they
+meet those in the first one, or a part of them is taken; `pairs.orders` knows.  Pairs of samples are
+the business of `mixing`, as a model may have all and use those of a sample with itself, and pairs
+of rows of different inputs that of `pairs.input_pairs`.
 """
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass
+from collections.abc import Mapping
 from functools import partial
 from math import prod
-from typing import Any, NamedTuple
+from typing import Any
 
 import torch
 from torch import Tensor
 
+from msrun.parallel.losses.calls.contractions import CONTRACTIONS, contraction
+from msrun.parallel.losses.calls.extremes import along, extreme, of_extremes
+from msrun.parallel.losses.calls.marks import Known, Mark, Mixture, Outcome, Rule, TorchCall
 from msrun.parallel.losses.mixing import dims_of
-from msrun.parallel.losses.torch_calls import dim_order, script_line
+from msrun.parallel.losses.torch_calls import dim_order, over_samples
 
-
-class Mark(NamedTuple):
-    """What is known of a tensor.
-
-    Args:
-        dim: That of samples; None if it has none.
-        statistic: What over samples its values depend on linearly; empty without one.
-        inputs: Of the batch, whose rows are in `dim`; empty where they may be of one alone.
-        across: Another dim, which has rows of another input.
-        pairs: What these pairs of rows are.
-        is_guess: Whether `dim` may be another one.
-    """
-
-    dim: int | None
-    statistic: str = ""
-    inputs: tuple[str, ...] = ()
-    across: int | None = None
-    pairs: str = ""
-    is_guess: bool = False
-
-
-class Mixture(NamedTuple):
-    """A function that mixed samples.
-
-    Args:
-        name: Of what it is, with its line.
-        hint: What to do, if that is special.
-        of_parts: Whether only micro-batches mix them, and not the batches of ranks.
-    """
-
-    name: str
-    hint: str = ""
-    of_parts: bool = False
-
-
-class Known(NamedTuple):
-    """What is known of an output of a model.
-
-    Args:
-        mark: Where it has samples.
-        mixture: What mixed them before, and reaches it.
-    """
-
-    mark: Mark | None = None
-    mixture: Mixture | None = None
-
-
-@dataclass(frozen=True, slots=True)
-class TorchCall:
-    """A function of torch that was called.
-
-    Args:
-        name: Of the function, without what says that it writes in place.
-        args: What it got.
-        kwargs: What it got by name.
-        result: What it returned.
-        marks: What is known of tensors, by their `id`.
-        samples: Samples of the part of the batch.
-        place: Where it was called; None is what runs now.
-    """
-
-    name: str
-    args: Sequence[Any]
-    kwargs: Mapping[str, Any]
-    result: Tensor
-    marks: Mapping[int, Mark]
-    samples: int
-    place: str | None = None
-
-    def mark(self, value: Any) -> Mark | None:
-        """Return what is known of an argument."""
-        return self.marks.get(id(value))
-
-    def line(self) -> str:
-        """Return where in the model it was called."""
-        return script_line() if self.place is None else self.place
-
-    def value(self, place: int, name: str, default: Any = None) -> Any:
-        """Return an argument by position or name."""
-        return self.args[place] if len(self.args) > place else self.kwargs.get(name, default)
-
-    @property
-    def x(self) -> Tensor:
-        """The first argument."""
-        found = self.value(0, "input")
-        if not isinstance(found, Tensor):
-            raise TypeError(self.name)
-        return found
-
-    def mixture(self, what: str) -> Mixture:
-        """Return that this call mixed samples."""
-        return Mixture(f"a {what} over samples{self.line()}")
-
-
-Outcome = Mark | Mixture | None
+__all__ = ["ELEMENTWISE", "PROPERTIES", "Known", "result_of"]
 
 
 def result_of(call: TorchCall) -> Outcome:
     """Return what is known of the result of `call`, some of whose arguments have a mark."""
     rule = _RULES.get(call.name)
     try:
-        return rule(call) if rule else None
+        return of_extremes(call, rule) if rule else None
     except (TypeError, ValueError, IndexError, RuntimeError):
         return None  # a form of arguments, or a kind of tensor, that the rule does not know
 
@@ -181,24 +90,31 @@ def _quotient(call: TorchCall) -> Outcome:
 
 
 def _reduced(call: TorchCall, kind: str) -> Outcome:
-    """Return what a reduction leaves; `kind` is mean, sum or opaque."""
+    """Return what a reduction leaves; `kind` is mean, sum, extreme or opaque."""
     mark = _own(call)
     if mark is None or not call.result.is_floating_point():
         return None
     count = call.x.dim()
     dims = dims_of(call.name, call.args, call.kwargs, count) or set(range(count))
     if mark.dim is None or mark.dim not in dims:
-        if mark.statistic and kind == "opaque":
+        if mark.statistic and kind in ("opaque", "extreme"):
             return Mixture(mark.statistic) if call.result.dim() else None
         keeps = call.result.dim() == count
         before = 0 if keeps or mark.dim is None else sum(dim < mark.dim for dim in dims)
         return Mark(None if mark.dim is None else mark.dim - before, mark.statistic)
     is_number = not call.result.dim()
-    if kind == "opaque":
-        return call.mixture(call.name)
+    if kind in ("opaque", "extreme"):
+        return call.mixture(call.name) if kind == "opaque" else extreme(call)
     if is_number and (mark.statistic or kind == "sum"):
         return None
-    return Mark(None, mark.statistic or f"a {call.name} over samples{call.line()}")
+    return Mark(None, mark.statistic or over_samples(call.name) + call.line())
+
+
+def _maximum(call: TorchCall) -> Outcome:
+    """`max` of one tensor, or of each element of two."""
+    if isinstance(call.value(1, "other"), Tensor):
+        return _elementwise(call, is_linear=False)
+    return _reduced(call, "extreme")
 
 
 def _normalized(call: TorchCall) -> Outcome:
@@ -268,32 +184,23 @@ def _attention(call: TorchCall) -> Outcome:
     return Mixture(mark.statistic) if mark.statistic else mark
 
 
-def _matmul(call: TorchCall) -> Outcome:
-    """(..., i, k) @ (..., k, j)."""
-    left, right = call.x, call.value(1, "mat2")
-    if call.name == "__rmatmul__":
-        left, right = right, left
-    if not isinstance(right, Tensor) or not isinstance(left, Tensor):
+def _contracted(call: TorchCall) -> Outcome:
+    """A product that adds up over dims."""
+    found = contraction(call.name, call.args, call.kwargs)
+    if found is None:
         return None
-    if min(left.dim(), right.dim()) < 2:  # noqa: PLR2004 - vectors
-        return None
-    ours, other = call.mark(left), call.mark(right)
-    count = call.result.dim()
-    dims, over = set(), False
-    for mark, tensor, shared in ((ours, left, 1), (other, right, 2)):
-        if mark and mark.dim is not None:
-            last = tensor.dim() - mark.dim
-            if last == shared:
-                over = True
-            else:
-                dims.add(count - last)
-    statistics = [mark.statistic for mark in (ours, other) if mark and mark.statistic]
-    if over:
-        name = f"a {call.name} over samples{call.line()}"
-        return None if dims or statistics else Mark(None, name)
+    marks = [(mark, labels) for x, labels in found.operands if (mark := call.mark(x))]
+    held = [labels[mark.dim] for mark, labels in marks if mark.dim is not None]
+    dims = {found.result.index(label) for label in held if label in found.result}
+    is_over = any(label not in found.result for label in held)
+    statistics = [mark.statistic for mark, _ in marks if mark.statistic]
+    if is_over:
+        name = over_samples(call.name) + call.line()
+        is_known = call.result.dim() and not (dims or statistics)
+        return Mark(None, name) if is_known else None
     if len(dims) > 1:  # pairs of samples
         return None
-    if statistics and ours and other:
+    if statistics and len(marks) > 1:
         return Mixture(statistics[0])
     return Mark(next(iter(dims), None), next(iter(statistics), ""))
 
@@ -437,7 +344,6 @@ def _taken(call: TorchCall) -> Outcome:
 
 _PLAIN = (int, slice, type(...))
 _BROADCASTING = (_elementwise, _product, _quotient)
-Rule = Callable[[TorchCall], Outcome]
 
 
 def _rules() -> dict[str, Rule]:
@@ -449,8 +355,9 @@ def _rules() -> dict[str, Rule]:
 
     linear, curved = (partial(_elementwise, is_linear=flag) for flag in (True, False))
     add(linear, "add __add__ __radd__ __iadd__ sub subtract __sub__ __rsub__ __isub__ rsub neg")
-    add(linear, "__neg__ negative to float double half bfloat16 type type_as clone contiguous")
-    add(linear, "detach dropout dropout1d dropout2d dropout3d cpu cuda where masked_fill")
+    dropped = "dropout dropout1d dropout2d dropout3d where masked_fill"
+    kept = "to float double half bfloat16 type type_as clone contiguous detach cpu cuda"
+    add(linear, f"__neg__ negative {kept} {dropped}")
     add(_product, "mul multiply __mul__ __rmul__ __imul__")
     add(_quotient, "div divide true_divide __truediv__ __itruediv__")
     add(curved, "relu relu6 gelu silu tanh sigmoid logsigmoid softplus leaky_relu elu selu mish")
@@ -459,29 +366,28 @@ def _rules() -> dict[str, Rule]:
     add(curved, "clamp_max clip __rtruediv__ xlogy maximum minimum")
     add(partial(_reduced, kind="mean"), "mean nanmean")
     add(partial(_reduced, kind="sum"), "sum nansum")
-    add(partial(_reduced, kind="opaque"), "std var std_mean var_mean norm vector_norm logsumexp")
+    opaque = "std var std_mean var_mean norm vector_norm matrix_norm logsumexp prod quantile mode"
+    add(partial(_reduced, kind="opaque"), f"{opaque} median nanmedian nanquantile")
+    add(_maximum, "max min amax amin aminmax")
+    add(along, "sort msort cumsum cumprod logcumsumexp cummax cummin diff")
     add(_picked, "topk kthvalue index_add scatter_add scatter_reduce index_reduce")
     add(_normalized, "softmax log_softmax normalize")
     add(_moved, "flip roll")
     add(_layer_norm, "layer_norm rms_norm")
-    add(_dense, "linear")
-    add(_of_samples, "conv1d conv2d conv3d max_pool2d avg_pool2d adaptive_avg_pool2d group_norm")
-    add(_of_samples, "instance_norm batch_norm adaptive_avg_pool1d max_pool1d avg_pool1d")
-    add(_attention, "scaled_dot_product_attention")
+    pooled = "max_pool1d max_pool2d avg_pool1d avg_pool2d adaptive_avg_pool1d adaptive_avg_pool2d"
+    add(_of_samples, f"conv1d conv2d conv3d group_norm instance_norm batch_norm {pooled}")
     add(_own, "embedding one_hot")
-    add(_matmul, "matmul mm bmm __matmul__ __rmatmul__ _sparse_mm")
+    add(_contracted, " ".join(CONTRACTIONS))
     add(_loss, "cross_entropy mse_loss l1_loss smooth_l1_loss huber_loss kl_div")
     add(_loss, "binary_cross_entropy binary_cross_entropy_with_logits gaussian_nll_loss")
     add(_chosen, "diagonal triu tril trace diag")
     add(_viewed, "view reshape flatten unflatten view_as reshape_as")
     add(_permuted, "permute transpose swapaxes t T mT")
-    add(_unsqueezed, "unsqueeze")
-    add(_squeezed, "squeeze")
     add(_expanded, "expand expand_as broadcast_to")
     add(_joined, "cat concat concatenate stack")
     add(_split, "chunk split tensor_split")
-    add(_taken, "__getitem__")
-    return found
+    one = {"linear": _dense, "unsqueeze": _unsqueezed, "squeeze": _squeezed, "__getitem__": _taken}
+    return found | one | {"scaled_dot_product_attention": _attention}
 
 
 _RULES = _rules()

@@ -34,6 +34,8 @@ from torch.overrides import TorchFunctionMode
 from msrun.errors import ModelError
 from msrun.parallel.config import ROOT
 from msrun.parallel.losses.batch import tensors_in
+from msrun.parallel.losses.calls.marks import Known, Mark, Mixture, Outcome, TorchCall
+from msrun.parallel.losses.calls.orders import ORDERING
 from msrun.parallel.losses.notes import watch_numbers
 from msrun.parallel.losses.pairs.input_pairs import (
     CUT_HINT,
@@ -42,21 +44,15 @@ from msrun.parallel.losses.pairs.input_pairs import (
     shown_input,
 )
 from msrun.parallel.losses.rows import RowsWatch, takes_by
-from msrun.parallel.losses.sample_dims import (
-    PROPERTIES,
-    Known,
-    Mark,
-    Mixture,
-    Outcome,
-    TorchCall,
-)
-from msrun.parallel.losses.torch_calls import script_line
+from msrun.parallel.losses.sample_dims import PROPERTIES
+from msrun.parallel.losses.torch_calls import KEEPING, name_of, script_line
 from msrun.parallel.torch_compat import passes_straight, write_count
 
 # Attributes of tensors: the number of the watch, how often it was written, and what is known; and
 # of integers that every micro-batch gets whole, or what is computed from these.
 _MARK, _MIXTURE, _WHOLE = "msrun_samples", "msrun_mixture", "msrun_whole"
-_watches = watch_numbers()
+_ORDER = "msrun_sample_order"  # of indices
+_watches, _orders = watch_numbers(), itertools.count(1)
 # Nodes of functions that return what they get: of `fully_shard`, and of torch's reducer.
 _PASSING = frozenset(["RegisterPostBackwardFunctionBackward", "_DDPSinkBackward"])
 _HINT = (
@@ -129,6 +125,9 @@ class SampleWatch(TorchFunctionMode):
         except (RuntimeError, IndexError, ValueError) as error:
             self._note_failure(error, func, args, kwargs, marks)
             raise
+        name = _name(func)
+        if name in ORDERING or (name in KEEPING and given and self._order(given[0])):
+            self._leave_order(result, given)
         if marks or self._rows.has_cut:
             self._follow(func, args, kwargs, result, marks)
         wholes = {id(tensor) for tensor in given if self._is_whole(tensor)}
@@ -136,14 +135,15 @@ class SampleWatch(TorchFunctionMode):
             return result
         results = list(_tensors((result,)))
         dims = {number: mark.dim for number, mark in marks.items()}
-        if wholes and takes_by(_name(func), args, kwargs, dims, wholes):
+        if wholes and takes_by(name, args, kwargs, dims, wholes):
             mixture = mixture or Mixture(f"samples by their position{script_line()}", of_parts=True)
         elif wholes and not marks:
             self._leave_whole(results)
         if results and args and results[0] is args[0] and id(args[0]) not in marks:
             return result  # a buffer that takes statistics
+        orders = {id(tensor): order for tensor in given if (order := self._order(tensor))}
         for tensor in results:
-            call = TorchCall(_name(func), args, kwargs, tensor, marks, self.samples)
+            call = TorchCall(name, args, kwargs, tensor, marks, self.samples, orders=orders)
             self._note(tensor, outcome_of(call), mixture)
         return result
 
@@ -161,7 +161,7 @@ class SampleWatch(TorchFunctionMode):
             mark = marks.get(id(tensor))
             return mark is not None and mark.dim == 0 and not mark.is_guess
 
-        name = getattr(func, "__name__", "")
+        name = name_of(func)
         results = [tensor for tensor in tensors_in(result) if not tensor.is_inference()]
         if _is_row_of_integers(args, results):
             return
@@ -225,6 +225,17 @@ class SampleWatch(TorchFunctionMode):
         setattr(tensor, _MARK, noted)
         if tensor.grad_fn:
             _metadata(tensor.grad_fn)[_MARK, tensor.output_nr] = noted
+
+    def _leave_order(self, result: Any, given: Sequence[Tensor]) -> None:
+        """Note that indices are an order of their own, or that of the indices they are."""
+        order = next(filter(None, map(self._order, given)), 0) or next(_orders)
+        for tensor in _tensors((result,)):
+            if not tensor.is_floating_point():
+                setattr(tensor, _ORDER, (self._number, order))
+
+    def _order(self, tensor: Tensor) -> int:
+        number, order = getattr(tensor, _ORDER, (None, 0))
+        return order if number == self._number else 0
 
     def _leave_whole(self, tensors: Iterable[Tensor]) -> None:
         for tensor in tensors:
@@ -354,5 +365,5 @@ def _is_row_of_integers(args: Sequence[Any], results: Sequence[Tensor]) -> bool:
 
 def _name(func: Callable[..., Any]) -> str:
     """Return the name of a function of torch, also of one that writes in place."""
-    name: str = PROPERTIES.get(func, getattr(func, "__name__", ""))
+    name = PROPERTIES.get(func) or name_of(func)
     return name if name.endswith("__") else name.removesuffix("_")

@@ -15,11 +15,10 @@ has the sums, the counts and the loss at once:
   replaced by one with the same gradient in which each mean has its weight.  With several the counts
   must be alike in all parts; otherwise all ranks raise.
 
-Errors are raised in `finish`, before the optimizer step, on all ranks of the job alike.  A stage of
-a pipeline that raised alone would leave the others waiting for its gradients: it notes the error
-and goes on with zeros, and the numbers tell all ranks that there is one.  The host
-reads the numbers that decide only there, and waits no longer for the device than to the end of the
-last forward pass.
+Errors are raised in `finish`, before the optimizer step, on all ranks alike.  A stage of a pipeline
+that raised alone would leave the others waiting for its gradients: it notes the error and goes on
+with zeros, and the numbers tell all ranks that there is one.  The host reads the numbers that
+decide only there, and waits no longer for the device than to the end of the last forward pass.
 """
 
 from __future__ import annotations
@@ -38,6 +37,7 @@ from msrun.errors import ConfigError, DividedModelError, ModelError, PeerRankErr
 from msrun.parallel.exchange import messages
 from msrun.parallel.exchange.host_copy import HostCopy
 from msrun.parallel.local import full_tensor, is_sharded, local_gradient
+from msrun.parallel.losses.calls.unknown import warn_of_unknown
 from msrun.parallel.losses.terms import Kind, PartLoss, Term, count_type, one_number
 from msrun.parallel.losses.watch import LossWatch
 from msrun.parallel.torch_compat import eagerly
@@ -97,6 +97,7 @@ class LossTally:
             and four numbers for each mean of linear losses.
         has_unreached: Whether stages of a pipeline noted gradients that one process may not have;
             known after `finish`.
+        looks: Whether to say of which functions of a loss nothing is known.
     """
 
     def __init__(
@@ -119,7 +120,7 @@ class LossTally:
         self._is_early = parts == 1 and pipeline is None
         self._dtype = dtype
         self.scale = 1.0
-        self.has_unreached = False
+        self.has_unreached = self.looks = False
         self._is_plain = pipeline is None and items is None
         self._terms: Sequence[Term] = ()
         self._host: HostCopy | None = None
@@ -154,9 +155,9 @@ class LossTally:
         """
         if self.is_whole:
             loss = compute()
-            if pair := self._pair(loss):
-                return pair
-            return PartLoss(kind="plain", value=full_tensor(one_number(loss, self.device)))
+            return self._pair(loss) or PartLoss(
+                kind="plain", value=full_tensor(one_number(loss, self.device))
+            )
         watch = LossWatch(samples, data, inputs)
         with eagerly(), watch:  # a compiled function calls no function that could be seen
             loss = compute()
@@ -169,13 +170,16 @@ class LossTally:
         on one rank and not on another.
         """
         try:
-            return watch.read(loss)
+            found = watch.read(loss)
         except ModelError as error:
             is_read = not self._is_plain or loss.device.type == "cpu"  # by all in `finish`
             if self._ranks.group is None or self._pipeline is not None or not is_read:
                 raise
             self.refuse(error)
             return PartLoss(kind="plain", value=full_tensor(loss))
+        if self.looks and found.kind in ("plain", "linear"):
+            warn_of_unknown(loss)
+        return found
 
     def _pair(self, loss: Any) -> PartLoss | None:
         """Return a loss that the script returned as its sum and count; None if it did not."""

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import traceback
-from collections.abc import Iterable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -29,8 +29,9 @@ MEANS = frozenset(["mean", "nanmean"])
 OPAQUE = frozenset(
     ["norm", "vector_norm", "matrix_norm", "std", "var", "max", "min", "amax", "amin"]
 )
-OPAQUE |= {"median", "quantile", "prod", "logsumexp"}
-REDUCING = SUMS | MEANS | OPAQUE
+OPAQUE |= {"median", "nanmedian", "quantile", "nanquantile", "prod", "logsumexp", "dist", "trace"}
+OPAQUE |= {"cosine_similarity", "pairwise_distance", "nuclear_norm", "frobenius_norm", "det"}
+OPAQUE |= {"logdet", "cond"}
 DIVIDING = frozenset(["div", "true_divide", "__truediv__"])
 MULTIPLYING = frozenset(["mul", "multiply", "__mul__", "__rmul__"])
 LIMITING = frozenset(["clamp", "clip", "clamp_min"])
@@ -43,6 +44,17 @@ KEEPING = frozenset(
     ["to", "float", "double", "half", "bfloat16", "int", "long", "type_as", "clone"]
 )
 KEEPING |= {"contiguous", "squeeze", "view", "reshape"}
+
+
+def name_of(func: Callable[..., Any]) -> str:
+    """Return the name of a function of torch, in whichever of its modules it is."""
+    name: str = getattr(func, "__name__", "")
+    return name.removeprefix("linalg_").removeprefix("special_")
+
+
+def over_samples(name: str) -> str:
+    """Return what to call a function that mixes samples."""
+    return f"{'an' if name.strip('_')[:1] in 'aei' else 'a'} {name} over samples"
 
 
 def script_line() -> str:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable, Sequence
 from typing import Any
 
 import torch
@@ -61,3 +62,24 @@ def count_targets(values: Tensor, target: Tensor, options: dict[str, Any]) -> Te
         counts = full_tensor(weight).detach()[torch.where(counts, target, 0)] * counts
     count: Tensor = counts.sum()
     return count
+
+
+def sum_and_count(
+    func: Callable[..., Any], args: Sequence[Any], kwargs: dict[str, Any]
+) -> tuple[Tensor, Tensor]:
+    """Return the sum and the count of a mean loss of `BY_CLASS` or `BY_ELEMENT`.
+
+    Args:
+        func: The loss.
+        args: What it got.
+        kwargs: What it got by name.
+    """
+    values, target = args[0], args[1]
+    if values.dtype in (torch.float16, torch.bfloat16):
+        values = values.float()  # a sum over many would exceed their range
+    options = kwargs | {"size_average": None, "reduce": None, "reduction": "sum"}
+    total = func(values, *args[1:], **{option: options[option] for option in kwargs})
+    if func in BY_CLASS:
+        return total, count_targets(values, target, kwargs)
+    shape = torch.broadcast_shapes(values.shape, target.shape)
+    return total, torch.full((), shape.numel(), device=values.device)

@@ -34,6 +34,7 @@ from msrun.errors import ModelError
 from msrun.parallel.local import full_tensor
 from msrun.parallel.losses import torch_calls
 from msrun.parallel.losses.batch import tensors_in
+from msrun.parallel.losses.calls.reductions import Reduced, reduced_by, sums_rows
 from msrun.parallel.losses.linearity import check_columns, check_sums, of_part, slopes_by
 from msrun.parallel.losses.linked_terms import (
     NOTHING,
@@ -58,8 +59,8 @@ from msrun.parallel.losses.torch_losses import (
     BY_CLASS,
     BY_ELEMENT,
     LOSSES,
-    count_targets,
     reduction_of,
+    sum_and_count,
 )
 
 _ORDER = "msrun_order"  # of a permutation
@@ -101,7 +102,7 @@ class LossWatch(LinkedTerms):
         kwargs = kwargs or {}
         count = len(self._terms)
         result = self._run(func, args, kwargs)
-        name = getattr(func, "__name__", "")
+        name = torch_calls.name_of(func)
         self._batch_rows.follow(name, args, kwargs, result)
         if len(self._terms) > count:
             new = range(count, len(self._terms))
@@ -112,8 +113,8 @@ class LossWatch(LinkedTerms):
 
     def _run(self, func: Callable[..., Any], args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
         """Return what `func` returns, or an equal tensor of which more is known."""
-        name = getattr(func, "__name__", "")
-        needs = self._needs_sources()
+        name = torch_calls.name_of(func)
+        needs = bool(self._terms) or not self._takes_all
         sources = self._sources(torch_calls.deciding(name, args, kwargs)) if needs else NOTHING
         if func in LOSSES:
             return self._loss(func, args, kwargs, sources)
@@ -130,11 +131,12 @@ class LossWatch(LinkedTerms):
         if sums:
             term = sum_of(sums, full_tensor(result), columns="sum" if name == "stack" else "")
             batch = NOTHING if self._takes_all else ONLY_BATCH
-            self._leave(result, term, sources - {self._terms.index(own) for own in sums} | batch)
+            own = {index for index, each in enumerate(self._terms) if each in sums}
+            self._leave(result, term, sources - own | batch)
         elif self._takes_all and self._are_weights((*args, *kwargs.values())):
             setattr(result, OF_WEIGHTS, self._number)
-        elif name in torch_calls.REDUCING and not result.dim():
-            return self._reduced(name, result, args, kwargs, sources)
+        elif not result.dim() and (of := reduced_by(name, args, kwargs, self._is_sample)):
+            return self._reduced(name, result, of, sources)
         else:
             return self._noted(name, result, args, kwargs)
         return result
@@ -192,28 +194,25 @@ class LossWatch(LinkedTerms):
             self._found(sources)
         if not tensors or (isinstance(result, Tensor) and not result.dim()):
             return
-
-        def is_sample(tensor: Tensor) -> bool:
-            return not self._are_weights([tensor]) if self._takes_all else self._is_of(tensor)
-
         kind: Columns = ""
         if -1 in sources:
             kind = columns(name, args, kwargs, self._samples)
             kind = scattered(name, args, kwargs, result, self._samples) or kind
-        shown = f"a {name} over samples"
+            kind = "sum" if sums_rows(name, args, kwargs, self._has_rows) else kind
+        shown = torch_calls.over_samples(name)
         shape = tuple(tensors[0].shape)
         if name == "__getitem__" and -1 in sources and hasattr(args[1], _ORDER):
             kind, shown = "opaque", "samples in a random order"
         if self._samples == 1 and -1 in sources and moves_samples(name, args, kwargs):
             kind, shown = "opaque", "pairs of samples"
-        if has_pairs(name, args, shape, self._samples, is_sample, in_model=self._takes_all):
+        if has_pairs(name, args, shape, self._samples, self._is_sample, in_model=self._takes_all):
             kind, shown = "opaque", f"pairs of samples ({name})"
         for tensor in tensors if kind else ():
             term = Term(
                 name=shown,
                 total=tensor,
                 is_opaque=kind == "opaque",
-                elements=args[0].numel() if kind == "sum" and args else 0,
+                elements=torch_calls.tensors_of(args)[0].numel() if kind == "sum" else 0,
                 columns=kind,
                 has_pairs=shown.startswith("pairs"),
             )
@@ -226,14 +225,22 @@ class LossWatch(LinkedTerms):
             parts = args
         elif name == "stack" and isinstance(args[0], tuple | list):
             parts = args[0]
-        found = []
+        found, rows = [], []
         for part in parts:
             term = self._own_term(part) if isinstance(part, Tensor) else None
             if term and term.is_sum and not term.is_scaled and term.limit == NO_LIMIT:
                 found.append(term)
+            elif name != "stack" and term is None and self._is_row(part):
+                rows.append(part)
             elif not torch_calls.is_zero(part) or name == "stack":
                 return []
-        return found
+        if rows and self._rows and not self._rows.are_different(rows):
+            return []
+        return [*found, *(Term(name="losses of samples", total=x, elements=1) for x in rows)]
+
+    def _is_row(self, value: Any) -> bool:
+        """Return whether `value` is computed from one sample alone, as in a loop over samples."""
+        return self._rows is not None and isinstance(value, Tensor) and self._rows.is_one(value)
 
     def _found(self, sources: frozenset[int]) -> None:
         """Note which terms decide how many elements there are, and by this what the loss is."""
@@ -250,6 +257,12 @@ class LossWatch(LinkedTerms):
     def _is_of(self, tensor: Tensor) -> bool:
         """Return whether `tensor` is computed from the samples of the part."""
         return -1 in self._sources((tensor,))
+
+    def _is_sample(self, tensor: Tensor) -> bool:
+        return not self._are_weights([tensor]) if self._takes_all else self._is_of(tensor)
+
+    def _has_rows(self, tensor: Tensor) -> bool:
+        return self._batch_rows.has(tensor) and len(tensor) == self._samples
 
     def terms_of(self, loss: Tensor) -> list[Term]:
         """Return what `loss`, one number, was computed from.
@@ -305,11 +318,11 @@ class LossWatch(LinkedTerms):
         sources: frozenset[int],
     ) -> Any:
         """Run a loss of torch; its mean or sum leaves a term."""
-        name, reduction = func.__name__, reduction_of(kwargs)
-        is_counted = func in BY_CLASS or func in BY_ELEMENT
-        if reduction != "mean" or not is_counted:
+        is_row = bool(args) and self._is_row(args[0])
+        name, how = func.__name__, "none" if is_row else reduction_of(kwargs)
+        if how != "mean" or not (func in BY_CLASS or func in BY_ELEMENT):
             result = func(*args, **kwargs)
-            if reduction == "sum":
+            if how == "sum":
                 term = Term(name=name, total=full_tensor(result), elements=args[1].numel())
                 self._leave(result, term, sources)
             else:
@@ -321,18 +334,13 @@ class LossWatch(LinkedTerms):
             shown = f"pairs of samples ({name} of {tuple(values.shape)} and {tuple(target.shape)})"
             self._leave(result, Term(name=shown, total=full_tensor(result), is_opaque=True))
             return result
-        if values.dtype in (torch.float16, torch.bfloat16):
-            values = values.float()  # a sum over many would exceed their range
-        options = kwargs | {"size_average": None, "reduce": None, "reduction": "sum"}
-        total = func(values, *args[1:], **{option: options[option] for option in kwargs})
         if func in BY_CLASS:
             self._check_target(values, target)
-            count = count_targets(values, target, kwargs)
             elements = values.numel() // values.size(min(values.dim() - 1, 1))
         else:
             elements = torch.broadcast_shapes(values.shape, target.shape).numel()
-            count = torch.full((), elements, device=values.device)
-        return self._mean(name, total, count, args[0].dtype, elements=elements, sources=sources)
+        total, count = sum_and_count(func, args, kwargs)
+        return self._mean(name, total, count, values.dtype, elements=elements, sources=sources)
 
     def _check_target(self, values: Tensor, target: Tensor) -> None:
         """Refuse a loss that compares all samples with each other, of which it has a part."""
@@ -343,26 +351,19 @@ class LossWatch(LinkedTerms):
                 hint="compare them with rt.gather(x), which has the samples of all ranks",
             )
 
-    def _reduced(
-        self,
-        name: str,
-        result: Tensor,
-        args: tuple[Any, ...],
-        kwargs: dict[str, Any],
-        sources: frozenset[int],
-    ) -> Tensor:
+    def _reduced(self, name: str, result: Tensor, of: Reduced, sources: frozenset[int]) -> Tensor:
         """Return the mean or sum `result`; over elements of the batch it leaves a term."""
-        x = args[0] if args else kwargs.get("input")
-        elements = x.numel() if isinstance(x, Tensor) else 0
-        own = self._own_term(x) if isinstance(x, Tensor) and name in torch_calls.SUMS else None
-        if own and own.columns == "sum":  # the sum of the sums of columns is one sum
-            sources -= {self._terms.index(own)}
-            elements = own.elements
+        x, kind = of
+        own = self._own_term(x)
+        elements = x.numel()
+        if own and own.columns == "sum" and (kind == "sum" or name == "trace"):
+            sources -= {self._terms.index(own)}  # the sum of the sums of columns is one sum
+            elements, kind = own.elements, "sum"
         self._link(result, sources)
-        if isinstance(x, Tensor) and not x.dim():
+        if not x.dim():
             self._keep(x, result)
-        elif isinstance(x, Tensor) and self._is_data(sources):
-            if name in torch_calls.MEANS:
+        elif self._is_data(sources) and not self._is_row(x):
+            if kind == "mean":
                 wide = torch.promote_types(result.dtype, torch.float32)
                 if name == "nanmean":
                     sums = x.nansum(dtype=wide), x.isnan().logical_not().sum()
@@ -372,7 +373,7 @@ class LossWatch(LinkedTerms):
             term = Term(
                 name=name,
                 total=full_tensor(result),
-                is_opaque=name in torch_calls.OPAQUE,
+                is_opaque=kind == "opaque",
                 elements=elements,
             )
             self._leave(result, term)

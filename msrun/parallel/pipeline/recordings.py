@@ -14,7 +14,7 @@ from torch import Tensor, fx, nn
 
 from msrun.errors import ModelError
 from msrun.parallel.losses.batch import map_leaves
-from msrun.parallel.losses.sample_dims import Known
+from msrun.parallel.losses.calls.marks import Known
 from msrun.parallel.pipeline.border import Border, Borders
 from msrun.parallel.pipeline.chunks import STAGES
 from msrun.parallel.pipeline.plan import SplitPlan

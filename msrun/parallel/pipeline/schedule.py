@@ -31,7 +31,7 @@ from torch.nn import Parameter
 from msrun.errors import ModelError, UsageError
 from msrun.parallel.data_parallel.joined_inputs import JoinNotes, attached
 from msrun.parallel.losses.batch import map_leaves, own_loss, tensor_names, tensors_in
-from msrun.parallel.losses.sample_dims import Known
+from msrun.parallel.losses.calls.marks import Known
 from msrun.parallel.losses.sample_watch import SampleWatch
 from msrun.parallel.losses.tally import LossTally
 from msrun.parallel.pipeline.border import (
@@ -120,6 +120,7 @@ class Work:
             return outputs[0]
 
         try:
+            self.tally.looks = self.known is not None and not part
             if self.known is None or part:
                 return self._loss(output, part, given, self.split.real(self.target, part))
             return self._watched(output, self.known, given)

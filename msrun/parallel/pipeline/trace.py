@@ -14,7 +14,7 @@ import torch
 from torch import Tensor, fx, nn
 
 from msrun.errors import ModelError
-from msrun.parallel.losses.sample_dims import Known
+from msrun.parallel.losses.calls.marks import Known
 from msrun.parallel.pipeline.chunks import STAGES
 from msrun.parallel.pipeline.record.modes import Modes
 from msrun.parallel.pipeline.record.structure import Held, Rebuild

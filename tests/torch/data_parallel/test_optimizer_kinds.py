@@ -254,12 +254,14 @@ def compare_with_one_process(config, library, kind, options, said):
         assert [text.startswith(said) for text in found] == [True] * 2
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("config", [{}, *DIVIDED.values()], ids=["dp", *DIVIDED])
 @pytest.mark.parametrize("kind", OF_TIMM)
 def test_one_of_timm_learns_or_is_refused_by_name(kind, config):
     compare_with_one_process(config, "timm.optim", kind, *OF_TIMM[kind])
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("config", [{}, *DIVIDED.values()], ids=["dp", *DIVIDED])
 def test_adafactor_of_transformers_learns_or_is_refused_by_name(config):
     options = {"relative_step": False, "scale_parameter": False}
@@ -268,6 +270,7 @@ def test_adafactor_of_transformers_learns_or_is_refused_by_name(config):
     compare_with_one_process(config, "transformers.optimization", "Adafactor", options, said)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("config", [{}, *DIVIDED.values()], ids=["dp", *DIVIDED])
 def test_lamb_learns_where_all_parameters_are_of_one_kind(config):
     said = (

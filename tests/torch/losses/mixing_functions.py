@@ -77,6 +77,63 @@ def halves_mixed(x):
     return torch.cat([first * second, second])
 
 
+def by_the_largest(x):
+    return x / (1 + x.abs().max())
+
+
+def by_the_largest_of_columns(x):
+    return x * torch.sigmoid(x.detach().amax(0, keepdim=True))
+
+
+def by_the_largest_kept(x):
+    scale = x.detach().abs().max(0).values.clamp(min=1e-3).unsqueeze(0)
+    return torch.round(x.detach() / scale) * scale + x
+
+
+def by_the_median(x):
+    return torch.relu(x - x.median(0).values * 2)
+
+
+def sorted_columns(x):
+    return torch.tanh(x.sort(0).values) + x
+
+
+def running(x):
+    return x.cumsum(0).tanh()
+
+
+def by_a_sum(x):
+    return x / (1 + x.square().sum(0))
+
+
+def mixed_up(x):
+    order = torch.randperm(len(x))
+    return 0.7 * x + 0.3 * x[order]
+
+
+def mixed_up_by_index(x):
+    order = torch.randperm(len(x)).long()
+    return torch.relu(x) * torch.index_select(x, 0, order)
+
+
+def with_the_next_by_size(x):
+    order = x.detach().sum(1).argsort()
+    return x - x.gather(0, order[:, None].expand_as(x)) + x[order] * x
+
+
+def the_largest_alone(x):
+    order = x.detach().sum(1).argsort(descending=True)
+    return torch.relu(x)[order][: len(x) // 2].repeat(2, 1)
+
+
+_ORDER = "samples in another order (mixing_functions.py, line"
+# As of positions, a plan of mode auto notices none.
+BY_ORDER = {
+    mixed_up: _ORDER,
+    mixed_up_by_index: _ORDER,
+    with_the_next_by_size: _ORDER,
+    the_largest_alone: _ORDER,
+}
 _TAKEN = "samples by their position"
 # What the watch of a model notices, and a plan of mode auto does not.
 BY_POSITION = {
@@ -98,6 +155,13 @@ MIXING = {
     across: "a softmax over samples",
     shifted: "a roll over samples",
     reversed_samples: "a flip over samples",
+    by_the_largest: "a max over samples",
+    by_the_largest_of_columns: "an amax over samples",
+    by_the_largest_kept: "a max over samples",
+    by_the_median: "a median over samples",
+    sorted_columns: "a sort over samples",
+    running: "a cumsum over samples",
+    by_a_sum: "a sum over samples",
 }
 
 
@@ -197,7 +261,42 @@ def all_rows(x):
     return x[:].relu()[: len(x)]
 
 
-RIGHT = [in_chunks, one_by_one, two_towers, by_equal_positions, all_rows]
+def shuffled_and_back(x):
+    order = torch.randperm(len(x))
+    return torch.relu(x[order])[order.argsort()] + x
+
+
+def softmax_by_hand(x):
+    powers = torch.exp(x - x.max())
+    return powers / powers.sum(1, keepdim=True)
+
+
+def largest_of_each(x):
+    return (
+        x / x.abs().amax(1, keepdim=True)
+        + x.sort(1).values
+        + x.cumsum(-1)
+        + x.max(1).values[:, None]
+    )
+
+
+def larger_of_two(x):
+    return torch.maximum(x, -x) + torch.max(x, 2 * x)
+
+
+def padded(x):
+    lengths = (x > 0).sum(1)
+    mask = torch.arange(lengths.max() + WIDTH)[:WIDTH] < lengths[:, None]
+    return x * mask
+
+
+def negatives(x):
+    noise = torch.randint(0, 2, (len(x), 1))
+    return x * noise
+
+
+RIGHT = [shuffled_and_back, softmax_by_hand, largest_of_each, larger_of_two, padded, negatives]
+RIGHT += [in_chunks, one_by_one, two_towers, by_equal_positions, all_rows]
 RIGHT += [each, layer_norm, sequence_first, attention, instance_norm, batch_norm, rows]
 RIGHT += [sorted_and_back, weights, constants, to_a_metric, to_a_buffer, by_a_buffer_of_all]
 RIGHT += [cropped, diagonal_of_pairs]

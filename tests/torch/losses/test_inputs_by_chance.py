@@ -215,7 +215,7 @@ def other_rows(config, rows, samples):
 
 def sum_of_rows(h, beside):
     """Uses no pair, and the sum of another part in each micro-batch, which no watch follows."""
-    return h + beside.cumsum(0)[-1]
+    return h + torch.fft.fft(beside, dim=0).real[0]
 
 
 @pytest.mark.parametrize("config", [PARTS, STAGES], ids=["accumulate", "pp"])

@@ -7,6 +7,7 @@ from functools import partial
 import pytest
 import torch
 from mixing_functions import (
+    BY_ORDER,
     BY_POSITION,
     MIXING,
     RIGHT,
@@ -26,6 +27,7 @@ from msrun.parallel.losses.sample_watch import SampleWatch
 pytestmark = pytest.mark.torch
 
 SAMPLES = 4
+NOTICED = MIXING | BY_POSITION | BY_ORDER
 
 
 class Network(nn.Module):
@@ -55,12 +57,12 @@ def noticed(between, *, is_cut=True):
     return watch.read(loss, is_cut=is_cut)
 
 
-@pytest.mark.parametrize("between", [*MIXING, *BY_POSITION], ids=lambda function: function.__name__)
+@pytest.mark.parametrize("between", NOTICED, ids=lambda function: function.__name__)
 def test_a_model_that_mixes_samples_is_noticed(between):
     error = noticed(between)
 
     assert error is not None
-    assert (MIXING | BY_POSITION)[between] in error.message
+    assert NOTICED[between] in error.message
     assert "verify: first_step" in error.hint
 
 

@@ -13,8 +13,9 @@ from typing import Any
 
 from torch import Tensor, fx
 
+from msrun.parallel.losses.calls.marks import Known, Mark, Mixture, Outcome, TorchCall
 from msrun.parallel.losses.pairs.input_pairs import outcome_of
-from msrun.parallel.losses.sample_dims import Known, Mark, Mixture, Outcome, TorchCall, result_of
+from msrun.parallel.losses.sample_dims import result_of
 
 # Operators that have another name than the function of torch.
 _NAMES = {

@@ -54,7 +54,7 @@ from msrun.parallel.losses.batch import tensors_in
 from msrun.parallel.losses.call_hook import CallHook, trains
 from msrun.parallel.losses.mixing import dims_of
 from msrun.parallel.losses.notes import PASSING, watch_numbers
-from msrun.parallel.losses.torch_calls import DIVIDING, of_values, script_line, tensors_of
+from msrun.parallel.losses.torch_calls import DIVIDING, name_of, of_values, script_line, tensors_of
 from msrun.parallel.torch_compat import eagerly, is_in_backward, write_count
 
 _DEPENDENCE = "msrun_dependence"
@@ -493,6 +493,6 @@ def _takes_one(name: str, args: Sequence[Any], kwargs: Mapping[str, Any]) -> boo
 
 def _name(func: Callable[..., Any]) -> str:
     """Return the name of a function of torch, without what says that it is an operator."""
-    name: str = getattr(func, "__name__", "")
+    name = name_of(func)
     bare = name.removeprefix("__").removesuffix("__")
     return bare if bare in _COMPARISONS else name if name.endswith("__") else name.removesuffix("_")

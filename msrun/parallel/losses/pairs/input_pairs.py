@@ -23,15 +23,9 @@ from dataclasses import replace
 import torch
 from torch import Tensor
 
-from msrun.parallel.losses.sample_dims import (
-    ELEMENTWISE,
-    Mark,
-    Mixture,
-    Outcome,
-    Rule,
-    TorchCall,
-    result_of,
-)
+from msrun.parallel.losses.calls.marks import Mark, Mixture, Outcome, Rule, TorchCall
+from msrun.parallel.losses.calls.orders import with_order
+from msrun.parallel.losses.sample_dims import ELEMENTWISE, result_of
 from msrun.parallel.losses.torch_calls import of_values, tensors_of
 
 CUT_HINT = (
@@ -58,7 +52,7 @@ def outcome_of(call: TorchCall, rule: Rule = result_of) -> Outcome:
     values = tensors_of(of_values(call.name, call.args, call.kwargs))
     call = replace(call, marks={id(x): mark for x in values if (mark := call.mark(x))})
     try:
-        outcome = _outcome(call, rule)
+        outcome = with_order(call, _outcome(call, rule))
     except (TypeError, ValueError, IndexError, RuntimeError):
         return None  # a form of arguments that no rule here knows
     if not isinstance(outcome, Mark) or outcome.dim is None:

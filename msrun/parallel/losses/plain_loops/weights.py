@@ -36,6 +36,7 @@ from msrun.parallel.config import ROOT
 from msrun.parallel.exchange import messages
 from msrun.parallel.local import full_tensor
 from msrun.parallel.losses.batch import tensors_in
+from msrun.parallel.losses.calls.unknown import warn_of_unknown
 from msrun.parallel.losses.linearity import slopes_by
 from msrun.parallel.losses.sample_watch import SampleWatch
 from msrun.parallel.losses.terms import Term
@@ -187,6 +188,8 @@ class PlainLosses:
         self._found.append(weights)
         if mixture and self._steps == 0:
             self._warn(mixture.message, mixture.hint or _HINT)
+        elif self._steps == 0:
+            warn_of_unknown(loss)
 
     def _warn(self, text: str, hint: str) -> None:
         if text not in self._warned:

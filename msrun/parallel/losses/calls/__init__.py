@@ -1,0 +1,1 @@
+"""What functions of torch do with samples: products, reductions, maxima, orders, and others."""

@@ -1,0 +1,114 @@
+"""What is known of tensors that are computed from a batch, and of functions that get them."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass, field
+from typing import Any, NamedTuple
+
+from torch import Tensor
+
+from msrun.parallel.losses.torch_calls import over_samples, script_line
+
+
+class Mark(NamedTuple):
+    """What is known of a tensor.
+
+    Args:
+        dim: That of samples; None if it has none.
+        statistic: What over samples its values depend on linearly; empty without one.
+        inputs: Of the batch, whose rows are in `dim`; empty where they may be of one alone.
+        across: Another dim, which has rows of another input.
+        pairs: What these pairs of rows are.
+        is_guess: Whether `dim` may be another one.
+        order: A number of the order that samples were put in; 0 for that of the batch.
+        is_extreme: Whether the statistic is a maximum or a minimum.
+    """
+
+    dim: int | None
+    statistic: str = ""
+    inputs: tuple[str, ...] = ()
+    across: int | None = None
+    pairs: str = ""
+    is_guess: bool = False
+    order: int = 0
+    is_extreme: bool = False
+
+
+class Mixture(NamedTuple):
+    """A function that mixed samples.
+
+    Args:
+        name: Of what it is, with its line.
+        hint: What to do, if that is special.
+        of_parts: Whether only micro-batches mix them, and not the batches of ranks.
+    """
+
+    name: str
+    hint: str = ""
+    of_parts: bool = False
+
+
+class Known(NamedTuple):
+    """What is known of an output of a model.
+
+    Args:
+        mark: Where it has samples.
+        mixture: What mixed them before, and reaches it.
+    """
+
+    mark: Mark | None = None
+    mixture: Mixture | None = None
+
+
+@dataclass(frozen=True, slots=True)
+class TorchCall:
+    """A function of torch that was called.
+
+    Args:
+        name: Of the function, without what says that it writes in place.
+        args: What it got.
+        kwargs: What it got by name.
+        result: What it returned.
+        marks: What is known of tensors, by their `id`.
+        samples: Samples of the part of the batch.
+        place: Where it was called; None is what runs now.
+        orders: Numbers of orders that tensors of indices have, by their `id`.
+    """
+
+    name: str
+    args: Sequence[Any]
+    kwargs: Mapping[str, Any]
+    result: Tensor
+    marks: Mapping[int, Mark]
+    samples: int
+    place: str | None = None
+    orders: Mapping[int, int] = field(default_factory=dict)
+
+    def mark(self, value: Any) -> Mark | None:
+        """Return what is known of an argument."""
+        return self.marks.get(id(value))
+
+    def line(self) -> str:
+        """Return where in the model it was called."""
+        return script_line() if self.place is None else self.place
+
+    def value(self, place: int, name: str, default: Any = None) -> Any:
+        """Return an argument by position or name."""
+        return self.args[place] if len(self.args) > place else self.kwargs.get(name, default)
+
+    @property
+    def x(self) -> Tensor:
+        """The first argument."""
+        found = self.value(0, "input")
+        if not isinstance(found, Tensor):
+            raise TypeError(self.name)
+        return found
+
+    def mixture(self, what: str) -> Mixture:
+        """Return that this call mixed samples."""
+        return Mixture(over_samples(what) + self.line())
+
+
+Outcome = Mark | Mixture | None
+Rule = Callable[[TorchCall], Outcome]
