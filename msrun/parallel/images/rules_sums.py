@@ -22,8 +22,8 @@ from msrun.parallel.images.image_tensor import (
     rule,
 )
 from msrun.parallel.images.rules_elements import common, fit
+from msrun.parallel.losses.calls.torch_losses import reduction_of
 from msrun.parallel.losses.mixing import dims_of
-from msrun.parallel.losses.torch_losses import reduction_of
 
 
 def over(x: Tensor, axes: Iterable[ImageAxis], op: Any = "sum") -> Tensor:

@@ -21,9 +21,9 @@ import torch
 from torch import Tensor
 from torch.nn import Parameter
 
+from msrun.parallel.losses.calls.torch_losses import LOSSES
 from msrun.parallel.losses.mixing import COLUMN_FUNCTIONS, columns
 from msrun.parallel.losses.terms import NO_LIMIT, Term
-from msrun.parallel.losses.torch_losses import LOSSES
 
 # Attributes of tensors with a row for each row of the batch, and of what torch's losses of them
 # gave: the number of the watch.

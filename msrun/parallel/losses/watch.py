@@ -35,6 +35,13 @@ from msrun.parallel.local import full_tensor
 from msrun.parallel.losses import torch_calls
 from msrun.parallel.losses.batch import tensors_in
 from msrun.parallel.losses.calls.reductions import Reduced, reduced_by, sums_rows
+from msrun.parallel.losses.calls.torch_losses import (
+    BY_CLASS,
+    BY_ELEMENT,
+    LOSSES,
+    reduction_of,
+    sum_and_count,
+)
 from msrun.parallel.losses.linearity import check_columns, check_sums, of_part, slopes_by
 from msrun.parallel.losses.linked_terms import (
     NOTHING,
@@ -54,13 +61,6 @@ from msrun.parallel.losses.terms import (
     Term,
     count_type,
     sum_of,
-)
-from msrun.parallel.losses.torch_losses import (
-    BY_CLASS,
-    BY_ELEMENT,
-    LOSSES,
-    reduction_of,
-    sum_and_count,
 )
 
 _ORDER = "msrun_order"  # of a permutation
