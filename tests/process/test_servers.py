@@ -12,12 +12,14 @@ import textwrap
 from functools import partial
 from pathlib import Path
 
+import msgspec
 import psutil
 import pytest
 from ports import free_port
 from served import ELASTIC, TRAIN
 from support import PATIENCE, environment, kill, script, until
 
+from msrun.cluster.servers.events import DivisionRecord
 from msrun.environ import SERVERS_KEY
 
 pytestmark = [pytest.mark.process, pytest.mark.torch]
@@ -274,7 +276,7 @@ def node(msrun, tmp_path):
     def start(node_rank, place, *words):
         own = ["--nnodes", 2, "--node-rank", node_rank, "--master-addr", "127.0.0.1"]
         own += ["--master-port", port, "--job-id", job_id, "--lease", "3s"]
-        own += ["--secret-file", tmp_path / "secret", "--workers-per-node", 1, "--server-num", 2]
+        own += ["--secret-file", tmp_path / "secret", "--workers-per-node", 1, "--server-num", 3]
         (tmp_path / place).mkdir(mode=0o700)
         job = msrun(*own, *words, env={"XDG_RUNTIME_DIR": str(tmp_path / place)})
         job.runtime = tmp_path / place
@@ -313,12 +315,22 @@ def pids_below(group):
     return {int(pid) for text in texts for pid in text.split()}
 
 
+def are_apart(job):
+    """Return whether each slice and its copy are on different nodes of two."""
+    (path,) = job.runtime.rglob("head/decision")
+    ownership = msgspec.msgpack.decode(path.read_bytes(), type=DivisionRecord).ownership
+    pairs = zip(ownership.owners["0.weight"], ownership.copies["0.weight"], strict=True)
+    return all(owner % 2 != copy % 2 for owner, copy in pairs)
+
+
 def test_a_node_that_is_killed_loses_no_step(node, tmp_path):
     """Its server, its rank and its launcher at once; another node takes its place."""
-    words = ("--max-restarts", 2, script(tmp_path, ELASTIC))
+    text = ELASTIC.replace('{"params": ["0.weight"]}', '{"params": ["0.weight"], "replicas": 1}')
+    words = ("--max-restarts", 2, script(tmp_path, text))
     a, b = node(0, "a", *words), node(1, "b", *words)
     b.until_logged("goes on with 2", 1)
     assert b.find("msrun server 1")
+    assert are_apart(a)
     kill_at_once(b)
     c = node(1, "c", *words)
     until(lambda: a.log(0).count("goes on with 2") > 1, "for the second life", seconds=60)

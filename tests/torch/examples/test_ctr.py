@@ -31,7 +31,7 @@ def test_two_servers_and_four_workers_learn_what_one_process_does(tmp_path):
     words = ["-m", "msrun", "--server-num", "2", "--worker-num", "4", "--parallel", CONFIG]
     together, _ = learn([*words, "--log-dir", str(tmp_path / "logs"), PROGRAM], tmp_path, "servers")
 
-    assert together == pytest.approx(alone, abs=1e-5)
+    assert together == pytest.approx(alone, abs=1e-6)
     assert alone[-1] < 0.2 < alone[0]
     for text in (output, (tmp_path / "logs" / "worker_0.log").read_text()):
         accuracy = text.splitlines()[-1].split()[1]

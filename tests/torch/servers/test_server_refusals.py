@@ -9,9 +9,10 @@ from ranks import run_warm
 from torch import nn
 
 import msrun
-from msrun.errors import ConfigError, MsrunError
+from msrun.errors import ConfigError, ModelError, MsrunError
 from msrun.parallel.config_file import parse_config
 from msrun.parallel.servers.parameters.remote_parameter import RemoteParameter
+from msrun.parallel.servers.remote import RemoteParameters
 
 pytestmark = pytest.mark.torch
 
@@ -206,6 +207,17 @@ def test_a_row_that_fits_no_message_is_refused(monkeypatch):
 
     with pytest.raises(ConfigError, match=r"dense of shape .* has no row that fits a message"):
         RemoteParameter("dense", large, [])
+
+
+def test_a_batch_that_uses_more_rows_than_fit_a_message_is_refused(monkeypatch):
+    monkeypatch.setenv("MSRUN_SERVER_NUM", "1")
+    weight = nn.Parameter(torch.empty(8, 2**28, device="meta"))
+    table = RemoteParameter("embed.weight", weight, [])
+
+    with pytest.raises(ModelError, match=r"a batch uses 2 rows of embed\.weight") as raised:
+        RemoteParameters.rows(None, table, torch.arange(2))
+
+    assert raised.value.hint == "a message has at most 2147483647 bytes"
 
 
 def no_servers():
