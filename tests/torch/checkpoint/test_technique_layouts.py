@@ -9,6 +9,7 @@ import msrun
 pytestmark = [
     pytest.mark.torch,
     pytest.mark.filterwarnings("ignore:FSDP2-wrapped module:UserWarning"),
+    pytest.mark.filterwarnings("ignore:msrun. .* is computed whole on every rank"),
 ]
 
 CONTEXT = [{"match": "*", "style": "context"}]
