@@ -57,18 +57,28 @@ def run(code, config, folder):
     return names["rt"].config.mesh
 
 
-def params():
-    for place, config, *rest in snippets():
+def params(*, needs_package):
+    for place, config, *rest, needed in snippets():
+        if bool(needed) is not needs_package:
+            continue
         # The compiler takes half a minute, and torch warns meanwhile.
         compiling = [pytest.mark.slow, pytest.mark.filterwarnings("ignore")]
         marks = compiling if "  compile:" in config else []
-        yield pytest.param(config, *rest, id=place, marks=marks)
+        words = [needed] if needed else []
+        yield pytest.param(config, *rest, *words, id=place, marks=marks)
 
 
-@pytest.mark.parametrize(("config", "code", "needed"), [*params()])
-def test_a_snippet_runs(config, code, needed, tmp_path):
-    if needed:
-        pytest.importorskip(needed)
+@pytest.mark.parametrize(("config", "code"), [*params(needs_package=False)])
+def test_a_snippet_runs(config, code, tmp_path):
+    (tmp_path / "p.yaml").write_text(config)
+
+    assert len(run_warm(run, 4, code, config, str(tmp_path))) == 4
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize(("config", "code", "package"), [*params(needs_package=True)])
+def test_a_snippet_runs_with_its_package(config, code, package, tmp_path):
+    pytest.importorskip(package)
     (tmp_path / "p.yaml").write_text(config)
 
     assert len(run_warm(run, 4, code, config, str(tmp_path))) == 4
