@@ -43,6 +43,8 @@ from msrun.errors import UsageError
 Numbers = random.Random
 Config = dict[str, Any]
 _STEPS = 3
+# Seconds of a case, of up to 8 ranks on a machine that may be busy.
+_LIMIT = 180.0
 _GAP = 1e-8
 # Of a loss, in bfloat16 and by float32 parameters.
 _WIDE_GAP = 3e-2
@@ -462,7 +464,7 @@ def main() -> int:
         for seed, case in cases or ((seed, draw(seed)) for seed in seeds):
             if not case.kind.startswith(given.only):
                 continue
-            answer = ranks.ask(case, case.ranks)
+            answer = ranks.ask(case, case.ranks, _LIMIT)
             counts[answer.partition(":")[0]] += 1
             if has_failed(answer) or given.verbose:
                 print(f"seed {seed}: {case.kind}: {answer}", flush=True)

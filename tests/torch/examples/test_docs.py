@@ -17,12 +17,14 @@ PAGES = (
     "how-to/other_layout.md",
     "how-to/pretrained.md",
     "how-to/from_accelerate.md",
+    # It has definitions of its own.
+    "auto.md",
 )
-BLOCK = re.compile(r"^```(\w+)( prelude)?\n(.*?)^```$", re.MULTILINE | re.DOTALL)
+BLOCK = re.compile(r"^```(\w+)( \w+)?\n(.*?)^```$", re.MULTILINE | re.DOTALL)
 
 
 def snippets():
-    """Yield the place of each snippet, its configuration and its code."""
+    """Yield the place of each snippet, its configuration, its code, and a package it needs."""
     prelude = ""
     for page in PAGES:
         text = (DOCS / page).read_text()
@@ -32,15 +34,17 @@ def snippets():
             section = text.rfind("\n## ", 0, match.start())
             if section != heading:
                 heading, config = section, ""
-            kind, is_prelude, code = match.groups()
+            kind, word, code = match.groups()
+            is_prelude = word == " prelude"
+            needed = "" if is_prelude else (word or "").strip()
             place = f"{page} line {text.count(chr(10), 0, match.start()) + 2}"
             if kind == "yaml":
                 config = code
-                yield place, config, ""
+                yield place, config, "", needed
             elif is_prelude:
                 prelude = code
             elif kind == "python":
-                yield place, config, prelude + code
+                yield place, config, prelude + code, needed
 
 
 def run(code, config, folder):
@@ -53,10 +57,28 @@ def run(code, config, folder):
     return names["rt"].config.mesh
 
 
-@pytest.mark.parametrize(
-    ("config", "code"), [pytest.param(c, s, id=place) for place, c, s in snippets()]
-)
+def params(*, needs_package):
+    for place, config, *rest, needed in snippets():
+        if bool(needed) is not needs_package:
+            continue
+        # The compiler takes half a minute, and torch warns meanwhile.
+        compiling = [pytest.mark.slow, pytest.mark.filterwarnings("ignore")]
+        marks = compiling if "  compile:" in config else []
+        words = [needed] if needed else []
+        yield pytest.param(config, *rest, *words, id=place, marks=marks)
+
+
+@pytest.mark.parametrize(("config", "code"), [*params(needs_package=False)])
 def test_a_snippet_runs(config, code, tmp_path):
+    (tmp_path / "p.yaml").write_text(config)
+
+    assert len(run_warm(run, 4, code, config, str(tmp_path))) == 4
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize(("config", "code", "package"), [*params(needs_package=True)])
+def test_a_snippet_runs_with_its_package(config, code, package, tmp_path):
+    pytest.importorskip(package)
     (tmp_path / "p.yaml").write_text(config)
 
     assert len(run_warm(run, 4, code, config, str(tmp_path))) == 4
