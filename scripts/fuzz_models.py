@@ -109,6 +109,7 @@ _DRAWING = ("python number", "drawn number")
 _DRAWING_SAMPLES = ("noise", "stochastic depth")
 # Losses whose mean over ranks a plain loop has.
 _PLAIN_LOSSES = ("mean", "negative log", "column means", "smooth l1", "each sample")
+_GRADIENT_HOOKS = ("gradient hook", "hook after accumulation", "hook after accumulation later")
 # Models whose loss has a gradient of its mean: a plain loop has those of the ranks' means.
 _OF_OWN_MEAN = ("gradient penalty of loss", "gradient penalty by weights")
 
@@ -167,6 +168,8 @@ def _no_case(case: Case) -> str:
     is_mean = case.has(*_PLAIN_LOSSES) and not case.has(*_OF_OWN_MEAN)
     if case.loop.is_plain and (not is_mean or "auto" in case.config):
         return "a plain loop has the mean of the losses of ranks"
+    if case.loop.parts > 1 and CONFIGS[case.config][0] == 1 and case.has(*_GRADIENT_HOOKS):
+        return "one rank is plain torch, which runs a hook in each backward pass"
     is_penalized = any(quirk.startswith("gradient penalty") for quirk in case.quirks)
     if case.loop.adds_group and is_penalized and "pipeline" in CONFIGS[case.config][1]:
         return "a stage has only what the optimizer gets later, and torch makes none of nothing"
