@@ -108,6 +108,7 @@ _DRAWING = ("python number", "drawn number")
 # Blocks that draw numbers for each sample: each rank has its own.
 _DRAWING_SAMPLES = ("noise", "stochastic depth")
 _SUMS = ("sum", "scaled sum", "column sums", "mean and sum")
+_GRADIENT_HOOKS = ("gradient hook", "hook after accumulation", "hook after accumulation later")
 
 
 def read_case(text: str) -> Case:
@@ -165,6 +166,8 @@ def _no_case(case: Case) -> str:
         return "a plain loop of a plan has the mean of the losses of ranks"
     if case.loop.is_plain and case.loop.parts > 1 and case.has("gathered contrast", *_SUMS):
         return "one process has its own parts, too"
+    if case.loop.parts > 1 and CONFIGS[case.config][0] == 1 and case.has(*_GRADIENT_HOOKS):
+        return "one rank is plain torch, which runs a hook in each backward pass"
     is_penalized = any(quirk.startswith("gradient penalty") for quirk in case.quirks)
     if case.loop.adds_group and is_penalized and "pipeline" in CONFIGS[case.config][1]:
         return "a stage has only what the optimizer gets later, and torch makes none of nothing"

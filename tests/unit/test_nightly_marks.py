@@ -1,7 +1,7 @@
 """Tests that need a library of the extra `nightly` are `slow`, or they run nowhere.
 
-CI does not install these libraries and skips what needs them; the nightly workflow does, and runs
-the tests that are marked `slow`.
+CI does not install them and skips what needs them, but for transformers, of which it trains a few
+models; the nightly workflow does, and runs the tests that are marked `slow`.
 """
 
 import ast

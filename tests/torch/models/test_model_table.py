@@ -12,6 +12,7 @@ CELLS = model_table.read_cells()
 SAMPLE = [
     *(("LSTM", "dp"), ("LSTM", "pp"), ("DLRM", "zero 3"), ("DLRM", "auto")),
     *(("GPT by hand", "tp"), ("graph network", "recompute")),
+    *(("Llama", "pp"), ("T5", "zero 3"), ("BERT", "tp")),  # of transformers
 ]
 
 
