@@ -357,8 +357,10 @@ WAIT = """
 
     def wait(server):
         server.suspend()
-        for _ in range(100):  # until a step's own work is done
-            if taken(0.1) < 0.02:
+        quiet = 0
+        for _ in range(100):  # until a step's own work is done, which may wait for a core
+            quiet = quiet + 1 if taken(0.1) < 0.02 else 0
+            if quiet == 5:
                 break
         used.append(taken(1))
         server.resume()
