@@ -209,7 +209,9 @@ class ReplicaDigest:
             return own - {rows.axis}
         if not is_sharded(tensor):
             return own
-        names = tensor.device_mesh.mesh_dim_names or ()
+        names = tensor.device_mesh.mesh_dim_names
+        if names is None:
+            return set()  # of a mesh of the script's own, whose axes are unknown here
         placed = zip(names, tensor.placements, strict=True)
         same = {name for name, placement in placed if placement.is_replicate()}
         # An axis that the tensor's own mesh lacks has a copy of it on every rank.

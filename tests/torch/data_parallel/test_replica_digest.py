@@ -2,8 +2,9 @@
 
 import pytest
 import torch
-from ranks import MODELS, OPTIMIZERS, Counted, batches, build, run_warm, token_loss
+from ranks import MODELS, OPTIMIZERS, Counted, batches, build, run_ranks, run_warm, token_loss
 from torch import nn
+from torch.distributed.fsdp import fully_shard
 from torch.nn import functional
 
 import msrun
@@ -292,3 +293,23 @@ def test_an_optimizer_of_parameters_outside_of_the_model_is_refused(config, wher
 
     assert run_warm(with_head, 1, config, where) == [None]
     assert run_warm(with_head, 2, config, where) == [said] * 2
+
+
+def trained_beside():
+    """Train a model that the script has sharded by torch, beside that of `rt.shard`."""
+    with msrun.init({}) as rt:
+        model, own = rt.shard(nn.Linear(4, 4)), fully_shard(nn.Linear(4, 4))
+        updates = [torch.optim.SGD(part.parameters(), lr=0.1) for part in (model, own)]
+        x = torch.ones(2, 4)
+        for _ in range(3):
+            for part, update in zip((model, own), updates, strict=True):
+                update.zero_grad()
+                part(x).square().mean().backward()
+                update.step()
+        return own.weight.full_tensor().tolist()
+
+
+@pytest.mark.filterwarnings("ignore:FSDP2-wrapped module")
+def test_a_model_that_the_script_sharded_on_a_mesh_without_names_is_left_to_it():
+    one, other = run_ranks(trained_beside, 2)
+    assert one == other
