@@ -17,7 +17,10 @@ by `all_to_all_single`, and has `DistributedDataParallel` ignore the experts.  `
 network of convolutions over images of which each rank has some rows; its hand-written form sends
 the rows at the border to its neighbours by `batch_isend_irecv`.  Its tokens are pixels.  `grid` has
 the layers on a grid of 2 x 2 ranks (style `2d`), and `rows` a table with uneven rows of each rank;
-their hand-written forms are in `hand_written.py`.
+their hand-written forms are in `hand_written.py`.  `compile-zero3`, `compile-pp` and
+`compile-recompute` have compiled layers beside the other technique, by hand in torchtitan's order:
+recomputation, then the compiler, then `fully_shard` or stages.  `bf16` is autocast over forward and
+loss.
 """
 
 # tidy: long file, it runs by path and alone, so every hand-written model stands here
@@ -56,6 +59,7 @@ from torch.distributed.tensor.parallel import (
     parallelize_module,
 )
 from torch.nn.parallel import DistributedDataParallel
+from torch.utils.checkpoint import checkpoint
 
 import msrun
 import msrun.parallel.runtime  # as msrun's own parent of all ranks has it
@@ -86,13 +90,22 @@ LAYER_PLAN = [
     {"match": "layers.*.up", "style": "colwise"},
     {"match": "layers.*.down", "style": "rowwise"},
 ]
+COMPILED = {"compile": {"modules": ["layers.*"]}}
 CONFIGS: dict[str, dict[str, Any]] = {
     "dp": {"mesh": {"dp": -1}},
     "zero3": {"mesh": {"dp": -1}, "optimizer": {"zero": 3}},
     "tp": {"mesh": {"tp": -1}, "plan": LAYER_PLAN},
     "copies": {"mesh": {"tp": -1}, "plan": LAYER_PLAN, "copies": 2},
     "cp": {"mesh": {"cp": -1}, "plan": [{"match": "*", "style": "context"}]},
-    "compile": {"mesh": {"dp": -1}, "compile": {"modules": ["layers.*"]}},
+    "compile": {"mesh": {"dp": -1}, **COMPILED},
+    "compile-zero3": {"mesh": {"dp": -1}, "optimizer": {"zero": 3}, **COMPILED},
+    "compile-recompute": {
+        "mesh": {"dp": -1},
+        "recompute": {"modules": ["layers.*"]},
+        **COMPILED,
+    },
+    "compile-pp": {"mesh": {"pp": -1}, **COMPILED},  # and such a pipeline
+    "bf16": {"mesh": {"dp": -1}, "precision": "bf16"},
     "pp": {"mesh": {"pp": -1}},  # and a pipeline, whose stages depend on the ranks
     "ep": {
         "mesh": {"ep": -1},
@@ -117,6 +130,8 @@ GRID_PLAN = [
     ),
     {"match": "norm", "style": "2d", "axes": ["x", "y"]},
 ]
+STAGED = ("pp", "compile-pp", "hybrid")
+AVERAGED = ("dp", "compile", "compile-recompute", "bf16", "cp", "ep", "images")
 HYBRID_RANKS = 8  # whatever --ranks says of the others
 MICROBATCHES = 4
 
@@ -273,9 +288,9 @@ def _config(name: str, ranks: int) -> dict[str, Any]:
         return {"mesh": dict(zip("xy", grid_shape(ranks), strict=True)), "plan": GRID_PLAN}
     if name == "rows":
         return config | {"plan": [{"match": "table", "rows": Clicks.rows(ranks), "axis": "tp"}]}
-    if name not in ("pp", "hybrid"):
+    if name not in STAGED:
         return config
-    count = ranks if name == "pp" else config["mesh"]["pp"]
+    count = config["mesh"]["pp"] if name == "hybrid" else ranks
     layers = {f"layers.{index}": index * count // 4 for index in range(4)}
     stages = {"embed": 0, **layers, "norm": count - 1, "head": count - 1}
     return config | {"pipeline": {"stages": stages, "microbatches": MICROBATCHES}}
@@ -405,7 +420,9 @@ def _plain(name: str, lm: Any) -> Step:
     """Return the step of the same model as its users write it without us."""
     torch.manual_seed(0)
     model = _model(lm)
-    if name in ("pp", "hybrid"):
+    if name.startswith("compile"):
+        _compile_layers(model, is_recomputed=name == "compile-recompute")
+    if name in STAGED:
         axes = CONFIGS[name]["mesh"] if name == "hybrid" else {"pp": dist.get_world_size()}
         return _Pipeline(
             model, lm, init_device_mesh("cpu", (*axes.values(),), mesh_dim_names=(*axes,))
@@ -415,15 +432,14 @@ def _plain(name: str, lm: Any) -> Step:
         "ep": _share_out_experts,
         "images": lambda model, _: _divide_rows(model),
         "grid": divide_on_grid,
-        "compile": _compile_layers,
     }
     if name in changes:
         changes[name](model, lm)
-    if name in ("dp", "compile", "cp", "ep", "images"):
+    if name in AVERAGED:
         model = DistributedDataParallel(model)
     elif name == "rows":
         model = share_out_rows(model, lm)
-    elif name == "zero3":
+    elif name.endswith("zero3"):
         for layer in model.layers:  # type: ignore[union-attr]
             fully_shard(layer)
         fully_shard(model)
@@ -432,13 +448,15 @@ def _plain(name: str, lm: Any) -> Step:
     optimizer = torch.optim.AdamW(model.parameters(), lr=1e-3)
     if name == "copies":
         return functools.partial(_copied_step, model, optimizer, _loss_of(lm))
-    step = functools.partial(_plain_step, model, optimizer, _loss_of(lm))
+    step = functools.partial(_plain_step, model, optimizer, _loss_of(lm), is_narrow=name == "bf16")
     cuts = {"cp": _on_part, "images": _on_rows, "rows": on_own_samples}
     return functools.partial(cuts[name], step) if name in cuts else step
 
 
-def _compile_layers(model: Any, _: Any) -> None:
+def _compile_layers(model: Any, *, is_recomputed: bool) -> None:
     for layer in model.layers:
+        if is_recomputed:
+            layer.forward = functools.partial(checkpoint, layer.forward, use_reentrant=False)
         layer.compile()
 
 
@@ -667,10 +685,17 @@ class _Experts(nn.Module):
 
 
 def _plain_step(
-    model: nn.Module, optimizer: Any, loss_of: Any, inputs: Tensor, target: Tensor
+    model: nn.Module,
+    optimizer: Any,
+    loss_of: Any,
+    inputs: Tensor,
+    target: Tensor,
+    *,
+    is_narrow: bool = False,
 ) -> float:
     optimizer.zero_grad()
-    loss = loss_of(model(inputs), target)
+    with torch.autocast("cpu", torch.bfloat16, enabled=is_narrow):
+        loss = loss_of(model(inputs), target)
     loss.backward()
     optimizer.step()
     average = loss.detach()
