@@ -166,6 +166,8 @@ def _no_case(case: Case) -> str:
         return "a plain loop of a plan has the mean of the losses of ranks"
     if case.loop.is_plain and case.loop.parts > 1 and case.has("gathered contrast", *_SUMS):
         return "one process has its own parts, too"
+    if case.loop.parts > 1 and any("batch norm" in quirk for quirk in case.quirks):
+        return "a loop of parts has the statistics of each"
     if case.loop.parts > 1 and CONFIGS[case.config][0] == 1 and case.has(*_GRADIENT_HOOKS):
         return "one rank is plain torch, which runs a hook in each backward pass"
     is_penalized = any(quirk.startswith("gradient penalty") for quirk in case.quirks)

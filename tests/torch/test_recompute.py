@@ -234,6 +234,85 @@ def test_a_cache_is_not_filled_twice(is_named):
     assert run_warm(decoded, 1, config, is_named) == expected
 
 
+class Keys(dict):
+    """A cache as of transformers, which calls the argument `cache` since 5.24."""
+
+    def get_seq_length(self, layer):
+        return len(self.get(layer, []))
+
+
+class Newer(nn.Module):
+    def __init__(self):
+        super().__init__()
+        self.key = nn.Linear(16, 16)
+
+    def forward(self, x, cache=None, seen=None):
+        keys = self.key(x)
+        if cache is not None:
+            keys = torch.cat([*cache.get(self, []), keys])
+            cache[self] = [keys]
+        return functional.scaled_dot_product_attention(x + seen["one"], keys, keys)
+
+
+class NewerDecoder(nn.Module):
+    def __init__(self):
+        super().__init__()
+        self.layers = nn.ModuleList([Newer(), Newer()])
+
+    def forward(self, x):
+        cache = Keys()
+        for layer in self.layers:
+            x = layer(x, cache=cache, seen={"one": 1.0})
+        return x
+
+
+def newer(config):
+    runtime = msrun.init(config)
+    torch.manual_seed(0)
+    model = runtime.shard(NewerDecoder())
+    update = torch.optim.SGD(model.parameters(), lr=0.1)
+    x, y = torch.randn(4, 16), torch.randn(4, 16)
+    return [runtime.step(model, update, functional.mse_loss, x, y).item() for _ in range(STEPS)]
+
+
+def test_a_cache_of_a_newer_name_is_not_filled_twice():
+    expected = run_warm(newer, 1, {})
+
+    assert run_warm(newer, 1, {"recompute": {"modules": ["layers.*"]}}) == expected
+
+
+class Memo(nn.Module):
+    """Its cache is its own, and is left to it."""
+
+    def __init__(self):
+        super().__init__()
+        self.layer = nn.Linear(4, 4)
+
+    def forward(self, x, cache):
+        return self.layer(x) * cache["factor"]
+
+
+class Remembering(nn.Module):
+    def __init__(self):
+        super().__init__()
+        self.part = Memo()
+
+    def forward(self, x):
+        return self.part(x, {"factor": 2.0}) + self.part(x, cache={"factor": 3.0})
+
+
+def remembered(config):
+    runtime = msrun.init(config)
+    torch.manual_seed(0)
+    return runtime.shard(Remembering())(torch.ones(2, 4)).tolist()
+
+
+def test_another_argument_of_that_name_is_the_models():
+    expected = run_warm(remembered, 1, {})
+
+    assert run_warm(remembered, 1, {"recompute": {"modules": ["part"]}}) == expected
+
+
 class Prefix(list):
     """A cache that begins with keys, as those of transformers may."""
 

@@ -65,7 +65,7 @@ from msrun.parallel.torch_compat import (
 )
 
 _COLLECTIVES = ("_c10d_functional", "_c10d_functional_autograd", "c10d")
-_CACHES = ("past_key_values", "past_key_value", "layer_past")
+_CACHES = ("past_key_values", "past_key_value", "layer_past", "cache")
 _SCRIPT_FAILED = "The following operation failed in the TorchScript interpreter"
 _MATMULS = ("mm", "addmm", "bmm", "baddbmm", "matmul", "linear")
 
@@ -127,7 +127,7 @@ def _forward(
             "torch.func such as vmap or grad, which cannot run it a second time",
             hint="leave the module out of recompute.modules",
         )
-    if caches:
+    if caches := _of_keys(caches, args, kwargs):
         _check_empty(module, name, [*args, *kwargs.values()])
         args, kwargs = _without_caches(caches, args, kwargs)
     given = [(tensor, write_count(tensor)) for tensor in tensors_in([args, kwargs])]
@@ -178,6 +178,18 @@ def _without_caches(
     given = tuple(None if at in places else value for at, value in enumerate(args))
     named = {key: None if key in caches else value for key, value in kwargs.items()}
     return given, named | ({"use_cache": False} if kwargs.get("use_cache") else {})
+
+
+def _of_keys(
+    caches: Mapping[str, int], args: tuple[Any, ...], kwargs: Mapping[str, Any]
+) -> dict[str, int]:
+    """Return the caches that have keys and values; `cache` may be something of the model's."""
+    return {
+        key: at
+        for key, at in caches.items()
+        if key != "cache"
+        or hasattr(args[at] if at < len(args) else kwargs.get(key), "get_seq_length")
+    }
 
 
 def _run(

@@ -2,6 +2,11 @@
 
 import copy
 import dataclasses
+import json
+import math
+import subprocess
+import sys
+from pathlib import Path
 
 import model_table
 import pytest
@@ -50,6 +55,69 @@ def test_gradient_checkpointing_enable_changes_nothing(name, options, column):
     pytest.importorskip("transformers")
     entry = recomputing(name, options)
     assert model_table.run_cell(entry, column, model_table.LIMIT) == "equal"
+
+
+def eager(name):
+    """Return an entry of the table whose model computes attention without a fused kernel."""
+    entry = ZOO[name]
+
+    def make():
+        model = entry.make()
+        model.set_attn_implementation("eager")
+        return model
+
+    return dataclasses.replace(entry, make=make)
+
+
+@pytest.mark.parametrize("column", ["recompute", "zero 3", "pp"])
+@pytest.mark.parametrize("name", ["GPT-2", "BERT", "Llama, labels"])
+def test_eager_attention(name, column):
+    pytest.importorskip("transformers")
+    assert model_table.run_cell(eager(name), column, model_table.LIMIT) == "equal"
+
+
+# `zoo_entry` makes a torchvision importable that is of another torch.
+FOUR_LAYERS = f"""
+import sys
+sys.path.insert(0, {str(Path(model_table.__file__).parent)!r})
+import torch, transformers, zoo_entry
+W = torch.randint(0, 64, (8, 16))
+
+def gpt2():
+    made = transformers.GPT2Config(
+        vocab_size=64, n_embd=32, n_layer=4, n_head=4, n_positions=32, use_cache=False,
+        attn_pdrop=0.0, bos_token_id=1, eos_token_id=1,
+    )
+    return transformers.GPT2LMHeadModel(made), {{"input_ids": W, "labels": W}}
+
+def bert():
+    made = transformers.BertConfig(
+        vocab_size=64, hidden_size=32, num_hidden_layers=4, num_attention_heads=4,
+        intermediate_size=64, max_position_embeddings=32,
+        attention_probs_dropout_prob=0.0,
+    )
+    return transformers.BertForMaskedLM(made), {{"input_ids": W, "labels": W}}
+
+def vit():
+    made = transformers.ViTConfig(
+        hidden_size=32, num_hidden_layers=4, num_attention_heads=4, intermediate_size=64,
+        image_size=16, patch_size=4, num_labels=5,
+    )
+    batch = {{"pixel_values": torch.randn(8, 3, 16, 16), "labels": torch.arange(8) % 5}}
+    return transformers.ViTForImageClassification(made), batch
+"""
+
+
+@pytest.mark.parametrize("name", ["gpt2", "bert", "vit"])
+def test_a_search_of_four_layers_finds_a_mesh_and_a_plan(name, tmp_path):
+    pytest.importorskip("transformers")
+    (tmp_path / "model.py").write_text(FOUR_LAYERS)
+    command = [sys.executable, "-m", "msrun", "search", f"{tmp_path / 'model.py'}:{name}"]
+    command += ["--world", "4", "--batch", "16", "--json"]
+    done = subprocess.run(command, capture_output=True, text=True, timeout=280, check=False)
+    assert done.returncode == 0, done.stderr
+    plan = json.loads(done.stdout)
+    assert math.prod(plan["mesh"].values()) == 4
 
 
 def generated(name, column):
