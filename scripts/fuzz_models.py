@@ -164,15 +164,21 @@ def _no_case(case: Case) -> str:
         return "these have masks of their own, as with another seed"
     if case.loop.is_plain and "auto" in case.config:
         return "a plain loop of a plan has the mean of the losses of ranks"
-    if case.loop.is_plain and case.loop.parts > 1 and case.has("gathered contrast", *_SUMS):
-        return "one process has its own parts, too"
-    if case.loop.parts > 1 and any("batch norm" in quirk for quirk in case.quirks):
-        return "a loop of parts has the statistics of each"
-    if case.loop.parts > 1 and CONFIGS[case.config][0] == 1 and case.has(*_GRADIENT_HOOKS):
-        return "one rank is plain torch, which runs a hook in each backward pass"
+    if case.loop.parts > 1 and (problem := _no_case_of_parts(case)):
+        return problem
     is_penalized = any(quirk.startswith("gradient penalty") for quirk in case.quirks)
     if case.loop.adds_group and is_penalized and "pipeline" in CONFIGS[case.config][1]:
         return "a stage has only what the optimizer gets later, and torch makes none of nothing"
+    return ""
+
+
+def _no_case_of_parts(case: Case) -> str:
+    if case.loop.is_plain and case.has("gathered contrast", *_SUMS):
+        return "one process has its own parts, too"
+    if any("batch norm" in quirk for quirk in case.quirks):
+        return "a loop of parts has the statistics of each"
+    if CONFIGS[case.config][0] == 1 and case.has(*_GRADIENT_HOOKS):
+        return "one rank is plain torch, which runs a hook in each backward pass"
     return ""
 
 

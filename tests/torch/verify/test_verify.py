@@ -137,11 +137,23 @@ class Talking(nn.Linear):
         return y
 
 
+class MeanOfKept(torch.autograd.Function):
+    """Is the mean of some losses, as a fused function has it: no watch sees what it divides by."""
+
+    @staticmethod
+    def forward(ctx, losses, kept):
+        ctx.weights = kept / kept.sum()
+        return (losses * ctx.weights).sum()
+
+    @staticmethod
+    def backward(ctx, gradient):
+        return gradient * ctx.weights, None
+
+
 def divided_by_hand(output, target):
     """Is the mean over some targets, whose count only the script knows."""
     losses = functional.cross_entropy(output, target, reduction="none")
-    kept = (target > 2).to(losses.dtype)
-    return torch.dot(losses, kept) / kept.sum().item()
+    return MeanOfKept.apply(losses, (target > 2).to(losses.dtype))
 
 
 def _refused(config, make, loss_fn):
