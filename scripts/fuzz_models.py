@@ -173,6 +173,7 @@ def _no_case(case: Case) -> str:
 
 
 def _no_case_of_parts(case: Case) -> str:
+    """Return why a case with a loop of parts has no one answer; empty if it has."""
     if case.loop.is_plain and case.has("gathered contrast", *_SUMS):
         return "one process has its own parts, too"
     if any("batch norm" in quirk for quirk in case.quirks):
