@@ -18,6 +18,7 @@ none is given, and printed.
 from __future__ import annotations
 
 import argparse
+import importlib
 import random
 import secrets
 import sys
@@ -362,6 +363,10 @@ def main() -> int:
     )
     given = parser.parse_args()
     torch.set_num_threads(1)  # threads do not survive a fork
+    if given.libraries:
+        importlib.import_module(
+            "zoo_entry"
+        )  # libraries import torchvision, also that of another torch
     ranks = make_ranks()
     try:
         kinds = run(ranks, given)
