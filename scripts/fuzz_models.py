@@ -18,6 +18,7 @@ none is given, and printed.
 from __future__ import annotations
 
 import argparse
+import importlib
 import random
 import secrets
 import sys
@@ -173,6 +174,7 @@ def _no_case(case: Case) -> str:
 
 
 def _no_case_of_parts(case: Case) -> str:
+    """Return why a case with a loop of parts has no one answer; empty if it has."""
     if case.loop.is_plain and case.has("gathered contrast", *_SUMS):
         return "one process has its own parts, too"
     if any("batch norm" in quirk for quirk in case.quirks):
@@ -361,6 +363,10 @@ def main() -> int:
     )
     given = parser.parse_args()
     torch.set_num_threads(1)  # threads do not survive a fork
+    if given.libraries:
+        importlib.import_module(
+            "zoo_entry"
+        )  # libraries import torchvision, also that of another torch
     ranks = make_ranks()
     try:
         kinds = run(ranks, given)
