@@ -29,6 +29,7 @@ from msrun.parallel.losses.terms import NO_LIMIT, Term
 # gave: the number of the watch.
 _HAS_ROWS, _OF_LOSS = "msrun_has_rows", "msrun_of_loss"
 _OF_ROW = "msrun_of_row"  # of what was computed from single rows
+_GATHERED = -1  # in place of a number of a watch: rows of all ranks
 _REDUCING = ("mean", "sum", "norm")
 _TAKING = ("__getitem__", "select", "unbind")
 _JOINING = ("cat", "concat", "concatenate", "hstack", "column_stack", "stack")
@@ -72,7 +73,7 @@ class BatchRows:
             self._note_row(result)
         # Every function of a model that returns its loss passes here: this is hot.
         for given in args:
-            if getattr(given, _HAS_ROWS, None) == self._number:
+            if getattr(given, _HAS_ROWS, None) in (self._number, _GATHERED):
                 break
         else:
             return
@@ -108,7 +109,7 @@ class BatchRows:
 
     def has(self, value: Any) -> bool:
         """Return whether `value` is a tensor with rows."""
-        return getattr(value, _HAS_ROWS, None) == self._number
+        return getattr(value, _HAS_ROWS, None) in (self._number, _GATHERED)
 
     def _note_loss(self, result: Any) -> None:
         if isinstance(result, Tensor):
@@ -164,6 +165,11 @@ class BatchRows:
                 )
             found.append(term)
         return found
+
+
+def note_gathered(value: Tensor) -> None:
+    """Note that `value` has rows of all ranks, of whose loss a rank has a part of the gradients."""
+    setattr(value, _HAS_ROWS, _GATHERED)
 
 
 def is_sign(name: str) -> bool:
