@@ -153,7 +153,8 @@ class PlainLosses:
         if not (self._steps in _STEPS or self._steps % _EVERY == 0 or self._follows_data):
             return
         every = messages.gather_all(found, list[list[Weight]], group, device)
-        self._follows_data = any(w.follows_data for of in every for loss in of for w in loss)
+        # Of several optimizers one may step with losses of other kinds.
+        self._follows_data |= any(w.follows_data for of in every for loss in of for w in loss)
         if len({len(of_rank) for of_rank in every}) > 1:
             return
         for losses in zip(*every, strict=True):
