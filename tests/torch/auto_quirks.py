@@ -321,11 +321,6 @@ class TracksInstances(Dropping):
         return self.norm(h.view(-1, 4, 4)).flatten(1)
 
 
-class DrawsInPlace(Dropping):
-    def between(self, h):
-        return h + torch.empty_like(h).exponential_()
-
-
 class Counts(Dropping):
     def between(self, h):
         self.temperature += 0.5
@@ -391,7 +386,6 @@ REFUSED = {
     NormalizesByComputed: "a batch norm with statistics that the forward computes, as the model "
     "has",
     TracksInstances: "instance_norm with running statistics, as norm does",
-    DrawsInPlace: "exponential_, as the model does",
     OwnGradient: "a forward that calls Doubled, which has a gradient of its own",
     OwnGradientsInside: "a forward that calls Doubled, which has a gradient of its own",
     Counts: "a forward that changes Counts.temperature from 1.5 to 2.0",

@@ -52,9 +52,14 @@ def slopes_by(loss: Tensor, terms: Sequence[Term]) -> dict[Term, Tensor]:
     Others were used for something else, such as a gradient that the script took of them, and have
     no graph any more.  The gradient stops at the terms, so this does not go through the model.
     """
+    return {term: slope.detach() for term, slope in derivatives(loss, terms).items()}
+
+
+def derivatives(loss: Tensor, terms: Sequence[Term]) -> dict[Term, Tensor]:
+    """Return the same, with the graph of derivatives that are learned, as by a weight of a loss."""
     slopes = _check_linear(loss, [term.value for term in terms], terms)
     pairs = zip(terms, slopes, strict=True)
-    return {term: slope.detach() for term, slope in pairs if slope is not None}
+    return {term: slope for term, slope in pairs if slope is not None}
 
 
 def _check_linear(

@@ -46,7 +46,7 @@ class Live(TorchDispatchMode):
 
 
 def is_plain(value):
-    return isinstance(value, torch.Tensor)
+    return isinstance(value, torch.Tensor) and value.layout == torch.strided
 
 
 def stored(tensors):

@@ -37,7 +37,7 @@ from msrun.parallel.exchange import messages
 from msrun.parallel.local import full_tensor
 from msrun.parallel.losses.batch import tensors_in
 from msrun.parallel.losses.calls.unknown import warn_of_unknown
-from msrun.parallel.losses.linearity import slopes_by
+from msrun.parallel.losses.linearity import derivatives
 from msrun.parallel.losses.sample_watch import SampleWatch
 from msrun.parallel.losses.terms import Term
 from msrun.parallel.losses.watch import LossWatch
@@ -119,7 +119,7 @@ class PlainLosses:
         window = self._window
         if window is None or window.has_ended:
             window = self._look(batch)
-        window.take(tensor for tensor in tensors if tensor.numel() != 1)
+        window.take(tensors)
 
     def _is_due(self, model: nn.Module) -> bool:
         step = self._steps + 1
@@ -181,6 +181,8 @@ class PlainLosses:
         """Note what is differentiated."""
         if self._window is None or self._is_paused or loss.numel() != 1:
             return
+        if not self._window.is_of_outputs(loss):  # of a model that the script trains by itself
+            return
         try:
             mixture = self._window.mixture(loss)
             weights = _weights(self._window.terms_of(loss), full_tensor(loss))
@@ -222,6 +224,7 @@ class _Window(TorchFunctionMode):
         self._losses = LossWatch(_samples(batch), inputs=batch)
         self._mixtures: list[SampleWatch] = []
         self._problem: ModelError | None = None
+        self._outputs: set[Any] = set()  # nodes of autograd
 
     def look_for_mixtures(self, batch: Sequence[Tensor]) -> None:
         """Look for what mixes samples of `batch`, too."""
@@ -259,9 +262,24 @@ class _Window(TorchFunctionMode):
             yield
 
     def take(self, tensors: Iterable[Tensor]) -> None:
-        """Let `tensors` be parts of the batch."""
+        """Let `tensors`, outputs of the model, be parts of the batch, but for a loss."""
         for tensor in tensors:
-            self._losses.take(tensor)
+            self._outputs.add(tensor.grad_fn)
+            if tensor.numel() != 1:
+                self._losses.take(tensor)
+
+    def is_of_outputs(self, loss: Tensor) -> bool:
+        """Return whether `loss` depends on an output of a model."""
+        seen, waiting = set(), [loss.grad_fn]
+        while waiting:
+            node = waiting.pop()
+            if node is None or node in seen:
+                continue
+            if node in self._outputs:
+                return True
+            seen.add(node)
+            waiting += [before for before, _ in node.next_functions]
+        return False
 
     def terms_of(self, loss: Tensor) -> list[Term]:
         """Return the means and sums of which `loss` is made.
@@ -304,7 +322,9 @@ def _weights(terms: Sequence[Term], loss: Tensor) -> list[Weight]:
     """
     own = [term for term in terms if not term.columns and term.value.requires_grad]
     found = []
-    for term, slope in slopes_by(loss, own).items() if own else ():
+    for term, slope in derivatives(loss, own).items() if own else ():
+        if slope.requires_grad:  # learned weights of ranks are compared with their replicas
+            continue
         count = 1.0 if term.count is None else float(term.limit(term.count))
         weight = float(slope) * term.factor
         follows = weight != 1.0 and not term.is_by_hand if term.is_sum else count != term.elements
