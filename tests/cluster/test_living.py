@@ -289,6 +289,7 @@ def churn(lab, living, audit, cycles, seed=4):
     assert codes(nodes.values()) == [0, 0, 0]
 
 
+@pytest.mark.slow
 @pytest.mark.timeout(600)
 def test_nodes_that_come_and_go_twenty_times(lab, living, audit):
     churn(lab, living, audit, 20)

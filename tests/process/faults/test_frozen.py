@@ -193,7 +193,9 @@ def freezer():
         group.rmdir()
 
 
-@pytest.mark.parametrize("name", ["msrun reaper", "msrun forksrv"])
+@pytest.mark.parametrize(
+    "name", ["msrun reaper", pytest.param("msrun forksrv", marks=pytest.mark.slow)]
+)
 def test_one_that_does_not_answer_ends_the_job_by_name(family, freezer, name):
     job, sleepers = family()
     frozen = job.find(name)

@@ -350,7 +350,7 @@ def _member(rank, size, port, answers):
     dist.destroy_process_group()
 
 
-@pytest.mark.parametrize("size", [2, 8])
+@pytest.mark.parametrize("size", [2, pytest.param(8, marks=pytest.mark.slow)])
 def test_a_process_group_with_sub_groups_forms(ours, size):
     context = multiprocessing.get_context("spawn")
     answers = context.Queue()

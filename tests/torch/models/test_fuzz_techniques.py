@@ -38,6 +38,7 @@ def test_what_was_found_is_found_no_more():
     fuzz(*(word for line in kept() for word in ("--case", line)))
 
 
+@pytest.mark.slow
 @pytest.mark.timeout(300)
 def test_drawn_shapes_are_equal_or_refused():
     said = fuzz("--seed", str(FIRST_SEED), "--draws", str(DRAWS))
