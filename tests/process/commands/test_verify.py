@@ -12,9 +12,20 @@ from torch import nn
 from torch.nn import functional
 import msrun
 
+class Weighted(torch.autograd.Function):  # no function of torch shows what it divides by
+    @staticmethod
+    def forward(ctx, losses, weights):
+        weights = weights.numpy() / weights.numpy().sum()
+        ctx.weights = torch.from_numpy(weights)
+        return losses.new_tensor(losses.detach().numpy() @ weights)
+
+    @staticmethod
+    def backward(ctx, gradient):
+        return gradient * ctx.weights, None
+
 def by_hand(output, target):
     losses = functional.cross_entropy(output, target, reduction="none")
-    return torch.dot(losses, target.float()) / target.sum().item()
+    return Weighted.apply(losses, target.float())
 
 rt = msrun.init({"verify": 3} if sys.argv[1] == "three steps" else None)
 torch.manual_seed(0)

@@ -25,7 +25,7 @@ pytestmark = pytest.mark.torch
 
 MIB = 1 << 20
 STEPS = 6
-PACKET = Packet(session="s", sender=(RANK, 0), target=(SERVER, 0), word=Hail())
+PACKET = Packet(session="0-0-s", sender=(RANK, 0), target=(SERVER, 0), word=Hail())
 
 
 def test_a_tensor_of_a_region_is_read_in_place_by_whoever_has_the_region():

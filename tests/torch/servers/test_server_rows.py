@@ -121,7 +121,7 @@ def test_a_sparse_gradient_stays_one_and_counts_duplicates_once():
 
 def test_a_snapshot_that_a_kill_left_unfinished_is_none(tmp_path):
     plan = SessionPlan(
-        session="s",
+        session="0-0-s",
         tables=[],
         recipe=Recipe(kind="SGD", options={}),
         rules=Rules(),
