@@ -10,7 +10,7 @@ import pytest
 
 pytestmark = pytest.mark.torch
 
-# One draw of each kind: half a minute of two cores.  The rest runs by hand.
+# One draw of each kind: half a minute of two cores, each night.  More runs by hand.
 FIRST_SEED, DRAWS = 9, len(fuzz_techniques.KINDS)
 CASES = Path(__file__).with_name("technique_cases.txt")
 
