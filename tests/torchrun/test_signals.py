@@ -18,8 +18,9 @@ SAVES = """
         sys.exit(0)
     for signum in (signal.SIGUSR1, signal.SIGUSR2, signal.SIGTERM, signal.SIGINT):
         signal.signal(signum, save)
-    with open(f"up-{os.environ['RANK']}", "w") as file:
+    with open(f".up-{os.environ['RANK']}", "w") as file:
         file.write(os.environ["TORCHELASTIC_SIGNALS_TO_HANDLE"])
+    os.rename(file.name, file.name[1:])  # in one step: it is read as soon as it is there
     time.sleep(600)
 """
 
