@@ -50,8 +50,12 @@ def rows(*slow):
 ROWS = rows(*mpi.WHEELS)
 # MPICH 5 and Intel's are one program, and Open MPI 5 alone says 0 when a node is lost.
 ESSENTIAL = pytest.mark.parametrize("site_of_all", rows("impi-rt"), indirect=True)
-LOST = pytest.mark.parametrize("backend", rows("mpich", "impi-rt"))
-STARTS_RANKS = pytest.mark.parametrize("site_of_all", mpi.ALL, indirect=True)
+LOST = pytest.mark.parametrize("backend", rows("mpirun.openmpi", "mpich", "impi-rt"))
+STARTS_RANKS = pytest.mark.parametrize(
+    "site_of_all",
+    [b for b in rows("mpirun.openmpi", "mpich", "impi-rt") if b.values[0] in mpi.ALL],
+    indirect=True,
+)
 BY_MPI = pytest.mark.parametrize(
     "site_of_all", [b for b in rows(*mpi.WHEELS) if b.values[0] in mpi.ALL], indirect=True
 )
@@ -219,6 +223,7 @@ def test_slurm_waits_for_a_lost_node_and_the_job_that_goes_on_without_it_ends(tm
         assert job.verdict()["generation"] == 1
 
 
+@pytest.mark.slow
 def test_srun_with_a_limit_does_not_wait_for_a_lost_node(tmp_path):
     with open_here("slurm", tmp_path) as site:
         folder, (_, lost) = site.folder(), site.nodes

@@ -192,6 +192,7 @@ def test_a_scheduler_that_was_frozen_for_a_moment_is_not_noticed(lab, living, au
     assert {life.generation for life in audit.lives()} == {0}
 
 
+@pytest.mark.slow
 def test_who_comes_while_the_scheduler_is_frozen_does_not_come_too_late(lab, living, audit):
     words = ["--nnodes", 2, "--join-timeout", "8s"]
     a, b = living(lab.hosts[:2], *words)

@@ -254,6 +254,7 @@ def test_another_host_neither_reads_nor_writes_the_store(meeting):
     assert untouched(found)
 
 
+@pytest.mark.slow
 def test_a_crowd_of_another_host_delays_by_less_than_a_second(meeting):
     """S-18."""
     quiet, _ = meeting("a", "b", again=True).meet()

@@ -221,7 +221,8 @@ AT_NIGHT = {*META} | {
         ),
         8: (
             *("dp x tp sgd", "dp x tp adamw", "dp x tp, zero1, recompute, accumulate"),
-            *("dp x tp, zero3, recompute dropping sgd", "dp mlp sgd", "dp conv sgd"),
+            *("dp x tp, zero3, recompute dropping sgd", "dp mlp sgd", "dp mlp adamw"),
+            *("dp conv sgd",),
             *("dp conv adamw", "dp transformer sgd", "dp transformer adamw", "dp dropping sgd"),
         ),
     }.items()

@@ -36,7 +36,10 @@ def with_port(text, port):
     return text.replace("PORT", str(port))
 
 
-@pytest.mark.parametrize(("line", "method"), LINES)
+@pytest.mark.parametrize(
+    ("line", "method"),
+    [pytest.param(*pair, marks=[pytest.mark.slow] * ("--rdzv" in pair[0])) for pair in LINES],
+)
 def test_workers_meet_at_the_port_that_was_given(launch, tmp_path, line, method):
     program = script(tmp_path, MEETS)
     for command in ("msrun", "torchrun"):

@@ -133,7 +133,7 @@ def events(side):
     return sorted(told, key=repr), keys
 
 
-@pytest.mark.parametrize("code", [0, 5])
+@pytest.mark.parametrize("code", [pytest.param(0, marks=pytest.mark.slow), 5])
 def test_events_are_torchelastics(both, tmp_path, code):
     words = ["--event-log-handler=console", "--nproc-per-node=2", script(tmp_path, FAILS), code]
     (ours, our_keys), (theirs, their_keys) = map(events, both(words))

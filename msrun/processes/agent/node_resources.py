@@ -46,8 +46,9 @@ from msrun.transport.sockets import (
 from msrun.worker.stacks import AGENT_SIGNAL
 
 SCHEDULER_SECONDS = 2.0
-# With several nodes it first tells all of them how the job ended.
-FAREWELL_SECONDS = 7.0
+# With several nodes it first tells all of them how the job ended, which takes seconds where a
+# network loses frames.
+FAREWELL_SECONDS = 22.0
 TREE_SECONDS = 8.0
 
 

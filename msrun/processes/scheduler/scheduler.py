@@ -54,8 +54,10 @@ from msrun.transport.sockets import Asked, SchedulerSocket, io_threads
 
 log = logging.getLogger(__name__)
 
-# Seconds after the end of its agent, until the last node knows the verdict.
+# Seconds after the end of its agent, until the last node knows the verdict: without a message, as
+# a node that does not know it goes on sending, and in all.
 _FAREWELL_SECONDS = 5.0
+_FAREWELL_SECONDS_MAX = 20.0
 # Seconds without a node: an answer may still be on its way, such as that to `msrun stop`.
 _LAST_WORDS_SECONDS = 0.25
 # Descriptors beside those of the nodes: sockets of our own, probes, connections that come.
@@ -119,6 +121,7 @@ class Scheduler:
         self._contests = Contests()
         self._addresses: dict[str, tuple[int, str, int]] = {}
         self._leave_by: float | None = None
+        self._leave_at_last: float | None = None
         self._perform([])  # if the verdict is in the log, it leaves when all nodes know it
 
     def run(self) -> None:
@@ -168,6 +171,7 @@ class Scheduler:
             self._loop.stop()
         else:
             self._leave_by = self._loop.now() + _FAREWELL_SECONDS
+            self._leave_at_last = self._loop.now() + _FAREWELL_SECONDS_MAX
 
     @property
     def _has_told_all(self) -> bool:
@@ -193,6 +197,8 @@ class Scheduler:
     def _take(self, envelope: Envelope) -> None:
         events, frames = self._peers.receive(envelope, now=self._loop.now())
         self._send(frames)
+        if self._leave_at_last is not None:
+            self._leave_by = min(self._loop.now() + _FAREWELL_SECONDS, self._leave_at_last)
         for event in events:
             if isinstance(event, Lost):
                 self._lose(event)

@@ -194,7 +194,7 @@ def freezer():
 
 
 @pytest.mark.parametrize(
-    "name", ["msrun reaper", pytest.param("msrun forksrv", marks=pytest.mark.slow)]
+    "name", [pytest.param(n, marks=pytest.mark.slow) for n in ("msrun reaper", "msrun forksrv")]
 )
 def test_one_that_does_not_answer_ends_the_job_by_name(family, freezer, name):
     job, sleepers = family()

@@ -2,6 +2,7 @@
 
 import json
 import random
+import signal
 import subprocess
 import sys
 from pathlib import Path
@@ -88,6 +89,7 @@ def test_it_finds_what_is_left(msrun, runtime, tmp_path):
     job = msrun("--no-python", "sleep", "600")
     job.until_said("running 1/1")
     reaper = job.find("msrun reaper")
+    job.process.send_signal(signal.SIGSTOP)  # it continues a reaper that it finds stopped
     reaper.suspend()
     job.process.kill()
     job.wait()

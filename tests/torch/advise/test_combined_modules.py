@@ -52,6 +52,7 @@ def test_a_model_whose_operators_no_plan_divides_is_refused_in_the_report(tmp_pa
     assert line == ("cp 2 + tp 2: parallel.plan: auto_tp finds nothing in Text to shard over tp 2")
 
 
+@pytest.mark.slow
 def test_a_combination_computes_and_sends_what_its_shards_do():
     """Two layers of a pair: a sum of the tokens of a rank, forward and backward; half the work."""
     with torch.device("meta"):
@@ -73,7 +74,12 @@ def test_a_combination_computes_and_sends_what_its_shards_do():
     ("case", "mesh", "found"),
     [
         (BOTH, {"dp": 1, "ep": 2, "tp": 2}, ({"dp": 2, "tp": 2}, 2)),
-        (LONG, {"dp": 1, "cp": 2, "tp": 2}, ({"dp": 1, "cp": 2, "tp": 2}, 0)),
+        pytest.param(
+            LONG,
+            {"dp": 1, "cp": 2, "tp": 2},
+            ({"dp": 1, "cp": 2, "tp": 2}, 0),
+            marks=pytest.mark.slow,
+        ),
     ],
 )
 def test_combinations_learn_what_one_process_does(case, mesh, found):

@@ -37,6 +37,7 @@ def test_a_search_offers_ranks_for_the_experts_of_a_list(tmp_path):
     assert other.endswith(" s, slower")
 
 
+@pytest.mark.slow
 def test_experts_that_fit_only_with_zero_get_it(tmp_path):
     plan = searched(LISTED, tmp_path, 4, memory=5.0 * 2**20)
     assert plan.memory <= 5 * 2**20
@@ -56,7 +57,10 @@ def test_an_outline_computes_two_experts_of_each_row():
     assert products == 3 * 2 * (8 * 16) * 2 * (64 * 256)  # layers, experts, rows, linear layers
 
 
-@pytest.mark.parametrize("config", [AUTO, {**AUTO, "mesh": {"dp": 1, "ep": 2}}])
+@pytest.mark.parametrize(
+    "config",
+    [pytest.param(AUTO, marks=pytest.mark.slow), {**AUTO, "mesh": {"dp": 1, "ep": 2}}],
+)
 def test_a_found_technique_learns_what_one_process_does(config):
     check(LISTED, config, 2, ({"dp": 2}, 2))
 
@@ -100,7 +104,7 @@ def test_ranks_take_no_more_than_predicted(one, world):
     ("key", "config"),
     [
         ("plan", {"plan": [{"match": "head", "out": ["dp", None, None]}]}),
-        ("search", {"search": "propagation"}),
+        pytest.param("search", {"search": "propagation"}, marks=pytest.mark.slow),
     ],
 )
 def test_what_asks_for_a_plan_of_operators_is_refused_in_one_sentence(key, config):

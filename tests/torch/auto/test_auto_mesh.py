@@ -45,7 +45,7 @@ def train(config):
 
 @pytest.mark.parametrize(
     ("memory", "parts"),
-    [(None, 1), ("340KiB", 1), ("150KiB", 2)],
+    [(None, 1), pytest.param("340KiB", 1, marks=pytest.mark.slow), ("150KiB", 2)],
 )
 def test_a_found_mesh_learns_what_one_process_does(memory, parts):
     ((want, weights, _, _, whole),) = run_warm(train, 1, {"mesh": {"dp": 1}})

@@ -156,6 +156,7 @@ def test_stages_of_a_named_mesh_learn_what_one_process_does(tmp_path):
     assert tp[0][3]["blocks.0.up.weight"] == sizes["blocks.0.up.weight"] // 2
 
 
+@pytest.mark.slow
 def test_stages_that_a_search_finds_or_found_learn_what_one_process_does(tmp_path, monkeypatch):
     monkeypatch.chdir(tmp_path)
     (tmp_path / "slow.yaml").write_text(SLOW)

@@ -44,7 +44,9 @@ def second_step(name, config, path):
     return step_from(name, config, path, is_first=False)
 
 
-@pytest.mark.parametrize("name", ["fused", "conv1d", "experts"])
+@pytest.mark.parametrize(
+    "name", ["fused", *(pytest.param(n, marks=pytest.mark.slow) for n in ("conv1d", "experts"))]
+)
 def test_packed_parameters_are_saved_and_loaded_in_any_layout(name, tmp_path):
     seconds = {}
     for saver, (ranks, config) in LAYOUTS.items():

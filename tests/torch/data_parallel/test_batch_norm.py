@@ -246,7 +246,12 @@ CONFIGS = {
 }
 
 
-@pytest.mark.parametrize("name", CONFIGS)
+AT_NIGHT = ("dp 4", "zero 1")
+
+
+@pytest.mark.parametrize(
+    "name", [pytest.param(n, marks=[pytest.mark.slow] * (n in AT_NIGHT)) for n in CONFIGS]
+)
 def test_every_kind_is_that_of_one_process(name):
     ranks, config = CONFIGS[name]
     kinds = NORMS.keys() - {

@@ -74,7 +74,7 @@ def plain_norm():
     return nn.utils.clip_grad_norm_(network.parameters(), MAX_NORM).item()
 
 
-@pytest.mark.parametrize("ranks", [2, 4, pytest.param(8, marks=pytest.mark.slow)])
+@pytest.mark.parametrize("ranks", [2, *(pytest.param(n, marks=pytest.mark.slow) for n in (4, 8))])
 def test_the_norm_is_that_of_one_process(ranks):
     cases = {name: config for name, (count, config) in CASES.items() if count == ranks}
     assert plain_norm() > 2 * MAX_NORM

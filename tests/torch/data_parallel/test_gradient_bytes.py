@@ -205,7 +205,13 @@ def kept(config, expected_between, expected_after):
         ({"reduce": {"fuse": 2 * LAYER}}, LAYER_COUNT, LAYER_COUNT + 2, LAYER_COUNT),
         ({"optimizer": {"zero": 1}}, LAYER_COUNT, None, LAYER_COUNT / 2),
         ({"optimizer": {"zero": 2}}, LAYER_COUNT / 2, None, LAYER_COUNT / 2),
-        ({"optimizer": {"zero": 3}}, LAYER_COUNT / 2, None, LAYER_COUNT / 2),
+        pytest.param(
+            {"optimizer": {"zero": 3}},
+            LAYER_COUNT / 2,
+            None,
+            LAYER_COUNT / 2,
+            marks=pytest.mark.slow,
+        ),
     ],
 )
 def test_micro_batches_hold_what_their_level_says(config, between, most, after):

@@ -66,6 +66,7 @@ def test_what_can_be_told_later_takes_effect(finished, plain, tmp_path, case):
     assert "warning" not in job.err
 
 
+@pytest.mark.slow
 def test_they_would_be_seen_otherwise(plain, tmp_path):
     """Each case above has an effect: without the variable python says something else."""
     for before, look in list(FOLLOWED.values())[:5]:

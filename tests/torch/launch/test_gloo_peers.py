@@ -51,7 +51,7 @@ LAZY = """
 """
 
 
-@pytest.mark.parametrize("start", ["fork", "exec"])
+@pytest.mark.parametrize("start", ["fork", pytest.param("exec", marks=pytest.mark.slow)])
 def test_groups_of_all_kinds_are_looked_at(finished, tmp_path, start):
     words = ["--workers-per-node", 3, "--start-method", start, script(tmp_path, GROUPS)]
     job = finished(tmp_path, *words)

@@ -249,7 +249,12 @@ def wrong(name, losses, *arguments):
     return [{loss: off for loss, off in of_rank.items() if off != equal} for of_rank in found]
 
 
-@pytest.mark.parametrize("name", CONFIGS)
+AT_NIGHT = ("dp 4, zero 2, accumulate 2", "pp 2 x dp 2, zero 1")
+
+
+@pytest.mark.parametrize(
+    "name", [pytest.param(n, marks=[pytest.mark.slow] * (n in AT_NIGHT)) for n in CONFIGS]
+)
 def test_losses_that_count_are_those_of_one_process(name):
     assert wrong(name, EXACT) == [{}] * CONFIGS[name][0]
 
