@@ -162,7 +162,7 @@ class PlainSteps:
         models = self._models()
         for model in models:
             model.check_optimizer(optimizer)
-        known = {id(param) for model in models for param in model.parameters()}
+        known = {id(param) for model in models for param in model.parameters()} | _ignored(frame)
         params = [param for group in optimizer.param_groups for param in group["params"]]
         outside = [param for param in params if id(param) not in known]
         if len(outside) < len(params):
@@ -237,19 +237,38 @@ def _caller() -> FrameType | None:
     return None
 
 
+def _variables(frame: FrameType | None) -> Iterator[tuple[str, Any]]:
+    """Return the variables of `frame` and its callers, with their names."""
+    while frame is not None:
+        yield from [*frame.f_locals.items(), *frame.f_globals.items()]
+        frame = frame.f_back
+
+
+def _ignored(frame: FrameType | None) -> set[int]:
+    """Return parameters that `DistributedDataParallel` was told to ignore: each rank has its own.
+
+    Experts that a script shares out by itself are such.
+    """
+    found: set[int] = set()
+    for _, value in _variables(frame):
+        for module in value.modules() if isinstance(value, nn.Module) else ():
+            if isinstance(module, nn.parallel.DistributedDataParallel):
+                named = module.module.named_parameters()
+                found |= {id(param) for name, param in named if name in module.parameters_to_ignore}
+    return found
+
+
 def _names(
     optimizer: torch.optim.Optimizer, params: Sequence[Parameter], frame: FrameType | None
 ) -> dict[str, Parameter]:
     """Return `params` by the names of the script's variables; others by number and shape."""
     found: dict[int, str] = {}
-    while frame is not None and len(found) < len(params):
-        for name, value in [*frame.f_locals.items(), *frame.f_globals.items()]:
-            if isinstance(value, Parameter):
-                found.setdefault(id(value), name)
-            elif isinstance(value, nn.Module):
-                for inner, param in value.named_parameters():
-                    found.setdefault(id(param), f"{name}.{inner}")
-        frame = frame.f_back
+    for name, value in _variables(frame):
+        if isinstance(value, Parameter):
+            found.setdefault(id(value), name)
+        elif isinstance(value, nn.Module):
+            for inner, param in value.named_parameters():
+                found.setdefault(id(param), f"{name}.{inner}")
     kind = type(optimizer).__name__
     names = (
         found.get(id(param), f"parameter {number} of {kind}, of shape {tuple(param.shape)}")

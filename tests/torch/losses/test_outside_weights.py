@@ -8,6 +8,7 @@ from ranks import assert_equal_curves, batches, build, run_warm
 from test_grid import zero
 from torch import nn
 from torch.nn import functional
+from torch.nn.parallel import DistributedDataParallel
 
 import msrun
 from msrun.errors import ModelError, RanksDisagreeError
@@ -121,6 +122,33 @@ def beside(which):
 @pytest.mark.parametrize("which", ["all", "first"])
 def test_another_model_that_ranks_train_alike_or_one_has_alone_is_left_alone(which):
     assert run_warm(beside, 2, which) == [True] * 2
+
+
+def with_own_experts():
+    """Train a model beside another one, of which `DistributedDataParallel` ignores a part."""
+    rt = msrun.init()
+    network = rt.shard(build("mlp"))
+    other = nn.Sequential(nn.Linear(4, 4), nn.Linear(4, 4))
+    with torch.no_grad():
+        other[1].weight.add_(rt.rank)
+    DistributedDataParallel._set_params_and_buffers_to_ignore_for_model(
+        other, ["1.weight", "1.bias"]
+    )
+    other = DistributedDataParallel(other)
+    update = torch.optim.SGD(network.parameters(), lr=0.1)
+    own = torch.optim.SGD(other.parameters(), lr=0.1)
+    for x, y in parts(rt):
+        functional.cross_entropy(network(x), y).backward()
+        other(torch.ones(2, 4)).mean().backward()
+        own.step()
+        update.step()
+    return other.module[1].weight.mean().item()
+
+
+def test_what_ddp_ignores_is_each_ranks_own():
+    first, second = run_warm(with_own_experts, 2)
+
+    assert first != second
 
 
 def unknown(config, kind):
