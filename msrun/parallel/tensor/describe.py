@@ -35,9 +35,10 @@ def describe_modules(model: nn.Module) -> dict[str, ModuleShape]:
         own = dict(module.named_parameters(recurse=False))
         prefix = f"{name}." if name else ""
         params = {param: tuple(tensor.shape) for param, tensor in own.items()}
+        computed = _computed(module)
         shapes[name] = ModuleShape(
             kind=type(module).__name__,
-            base=_base(module, params),
+            base=_base(module, params | computed),
             params=params,
             shared={
                 param: tuple(other for other in names[id(tensor)] if other != prefix + param)
@@ -45,7 +46,7 @@ def describe_modules(model: nn.Module) -> dict[str, ModuleShape]:
                 if len(names[id(tensor)]) > 1
             },
             adapters=_adapters(module),
-            computed=_computed(module),
+            computed=computed,
             has_own_forward=_has_own_forward(module),
             members=len(module) if isinstance(module, nn.ModuleList | nn.ModuleDict) else 0,
         )
@@ -109,12 +110,20 @@ def _adapters(module: nn.Module) -> tuple[str, tuple[str, ...], tuple[str, ...]]
     )
 
 
-def _computed(module: nn.Module) -> tuple[str, ...]:
-    """Return the parameters of its class that `module` computes from others."""
+def _computed(module: nn.Module) -> dict[str, tuple[int, ...]]:
+    """Return the parameters of its class that `module` computes from others, see `ModuleShape`.
+
+    The shape is that of its attributes: spectral norms take a step whenever a weight is computed.
+    """
     if parametrize.is_parametrized(module):
-        return tuple(module.parametrizations)  # type: ignore[arg-type]
+        shapes: dict[str, tuple[int, ...]] = dict.fromkeys(module.parametrizations, ())  # type: ignore[arg-type]
+        if _WEIGHT in shapes and isinstance(module, nn.Linear):
+            shapes[_WEIGHT] = (module.out_features, module.in_features)
+        elif _WEIGHT in shapes and isinstance(module, nn.Embedding):
+            shapes[_WEIGHT] = (module.num_embeddings, module.embedding_dim)
+        return shapes
     # Of the older `weight_norm` and `spectral_norm`: a plain tensor that a hook sets.
     kinds = (*_BASES, *_CONVOLUTIONS, *_TRANSPOSED)
     if isinstance(module, kinds) and _WEIGHT not in dict(module.named_parameters(recurse=False)):
-        return (_WEIGHT,)
-    return ()
+        return {_WEIGHT: ()}
+    return {}

@@ -26,15 +26,13 @@ Invariants:
   the backward pass would all-reduce one gradient for each, where Megatron-LM has one for all, and a
   sharded sequence would be gathered three times.  The input that was placed last is kept for the
   rest of a forward, until somebody writes it (`_Placed`).
-- A module that writes its input in place writes the tensor that others see: the hook copies the
-  result back (`_write_back`).
-- Gradients of sharded parameters are complete before anybody reads them: a partial one, of which
-  each rank holds a summand, is reduced right after it is accumulated (`watch`).
+- A module that writes its input in place writes what others see: its result is copied back.
+- Gradients of sharded parameters are complete before anybody reads them: a partial one, the summand
+  of a rank, is reduced once it is accumulated (`watch`).
 - Axes that shard one dim together are joined into one process group, so that DTensor sends once,
   and not once for each axis.
 
-Placements are worked out once for each shape (`_WantedPlacement`): 3 % of the step of a sharded
-model inside a pipeline was Python of the guard.
+Placements are worked out once for each shape (`_WantedPlacement`), as the Python of it showed.
 """
 
 from __future__ import annotations
@@ -59,6 +57,7 @@ from msrun.parallel.copies import turns
 from msrun.parallel.foreach.lists import support_lists
 from msrun.parallel.local import local_gradient, on_accumulation, replace_parameter
 from msrun.parallel.settings.plan_rules import Dims
+from msrun.parallel.tensor.computed_weight import shard_computed
 from msrun.parallel.tensor.grids import GridProduct
 from msrun.parallel.tensor.guard import Guard
 from msrun.parallel.tensor.interleaved import Interleaved
@@ -109,6 +108,8 @@ def apply(model: nn.Module, plans: Mapping[str, ModulePlan], mesh: DeviceMesh) -
                 sharded[id(tensor)] = _shard(tensor, dims, mesh, parts)
                 sharded[id(sharded[id(tensor)])] = sharded[id(tensor)]
             setattr(module, param, sharded[id(tensor)])
+        for param, dims in plan.computed.items():
+            shard_computed(module, param, placing(dims, mesh, f"{plan.key}: {name}.{param}"))
         if plan.is_local:
             make_local(module, name, mesh, _only_axis(plan))
         if plan.copies > 1:

@@ -18,7 +18,8 @@ class ModuleShape(msgspec.Struct, frozen=True, kw_only=True):
         shared: Parameter -> its further names in the model, if it has several.
         adapters: Of a LoRA layer, the names of its modules: the layer that it adapts, those of
             `lora_A`, those of `lora_B`; else None.
-        computed: Parameters of its class that it computes from others (`nn.utils.parametrize`).
+        computed: Parameters of its class that it computes from others -> their shape, which is
+            empty unless `nn.utils.parametrize` computes the weight of a `Linear` or `Embedding`.
         has_own_forward: Whether it computes otherwise than the class `kind` or `base` of torch.
         members: Modules of a list or mapping of modules.
     """
@@ -28,7 +29,7 @@ class ModuleShape(msgspec.Struct, frozen=True, kw_only=True):
     params: dict[str, tuple[int, ...]]
     shared: dict[str, tuple[str, ...]] = {}
     adapters: tuple[str, tuple[str, ...], tuple[str, ...]] | None = None
-    computed: tuple[str, ...] = ()
+    computed: dict[str, tuple[int, ...]] = {}
     has_own_forward: bool = False
     members: int = 0
 

@@ -148,7 +148,7 @@ class _Maker:
         """
         start = f"{prefix}." if prefix else ""
         linear = {
-            start + name: self._shapes[start + name].params["weight"]
+            start + name: self._weight(start + name)
             for name, _ in self._model.get_submodule(prefix).named_children()
             if self._base(start + name) == "Linear" and start + name not in self.rules
         }
@@ -181,7 +181,7 @@ class _Maker:
     def _base(self, name: str) -> str:
         """Return the class whose styles the module takes; that of a LoRA layer is below it."""
         shape = self._shapes.get(name)
-        if shape is None or shape.computed:
+        if shape is None or not all(shape.computed.values()):
             return ""
         return self._base(f"{name}.{shape.adapters[0]}") if shape.adapters else shape.base
 
@@ -190,7 +190,7 @@ class _Maker:
         shape = self._shapes[name]
         if shape.adapters:
             return self._weight(f"{name}.{shape.adapters[0]}")
-        weight = shape.params["weight"]
+        weight = (shape.params | shape.computed)["weight"]
         return weight[::-1] if shape.base == "Conv1D" else weight
 
     def _problem(self, name: str, style: str) -> str:
@@ -198,8 +198,12 @@ class _Maker:
         shape, base = self._shapes[name], self._base(name)
         kind, _, parts = style.partition("/")
         if not base or (kind == "experts") != (base == "Experts"):
-            why = f"computes its {shape.computed[0]}" if shape.computed else "has no known weight"
-            return f"{shape.kind} {why}"
+            computed = next(iter(shape.computed), None)
+            return (
+                f"{shape.kind} {f'computes its {computed}' if computed else 'has no known weight'}"
+            )
+        if shape.computed and parts:
+            return f"{shape.kind} computes its {parts} projections"
         if base == "GroupedConv" and kind != "colwise":
             return f"{shape.kind} has groups"
         if base == "GroupedConv":

@@ -53,6 +53,7 @@ class ModulePlan(msgspec.Struct, frozen=True, kw_only=True):
     Args:
         key: Path of its rule in the configuration, for messages.
         params: Parameter -> axis names of each dim.
+        computed: The same of what the module computes from other parameters, which stay whole.
         inputs: Axis names of each dim of the first input; None leaves it as it comes.
         out: Axis names of each dim of the output, of several the first tensor; None leaves it as
             it comes.
@@ -76,6 +77,7 @@ class ModulePlan(msgspec.Struct, frozen=True, kw_only=True):
     params: dict[str, Dims]
     inputs: Dims | None
     out: Dims | None
+    computed: dict[str, Dims] = {}
     each_input: dict[str, Dims | None] = {}
     each_out: dict[str, Dims | None] = {}
     has_each_out: bool = False
@@ -320,12 +322,11 @@ def _styled(
         # Shape (batch, sequence, ...): every rank has a part of each sequence.
         sequence: Dims = [None, axis, UNSHARDED_DIMS]
         return ModulePlan(key=key, params={}, inputs=sequence, out=sequence)
-    if module.computed:
-        raise ConfigError(
-            f"{key}.style: {style} of {module_name}, which computes its {module.computed[0]} from "
-            "other parameters",
-            hint="remove the parametrization before rt.shard, or leave the module out of the plan",
-        )
+    if module.computed and (
+        [*module.computed.values()] != [module.computed.get("weight")]
+        or not (module.computed["weight"] and rule.parts == 1)
+    ):
+        raise _computes(key, style, module_name, module)
     if (style, module.base) not in styles:
         kinds = " or ".join(kind for known, kind in styles if known == style)
         raise ConfigError(f"{key}.style: {style} is for {kinds}, not {module_name}")
@@ -337,11 +338,20 @@ def _styled(
     return ModulePlan(
         key=key,
         params=own,
+        computed={name: dims for name, dims in params.items() if name in module.computed},
         inputs=inputs,
         out=out,
         packed=packed,
         out_parts=rule.parts,
         is_local=style == "experts",
+    )
+
+
+def _computes(key: str, style: str | None, shown: str, module: ModuleShape) -> ConfigError:
+    return ConfigError(
+        f"{key}.style: {style} of {shown}, which computes its {next(iter(module.computed))} from "
+        "other parameters",
+        hint="remove the parametrization before rt.shard, or leave the module out of the plan",
     )
 
 
@@ -372,11 +382,7 @@ def _on_grid(
     """Return the plan of a product on a grid, or of a module between two."""
     shown = f"{name or 'the model'} ({module.kind})"
     if module.computed:
-        raise ConfigError(
-            f"{key}.style: {style} of {shown}, which computes its {module.computed[0]} from other "
-            "parameters",
-            hint="remove the parametrization before rt.shard, or leave the module out of the plan",
-        )
+        raise _computes(key, style, shown, module)
     if module.adapters:
         raise ConfigError(
             f"{key}.style: {style} is not for layers of LoRA such as {shown}",
@@ -434,8 +440,9 @@ def _routed(key: str, name: str, module: ModuleShape, ranks: int) -> ModulePlan:
 
 def _check_even(plan: ModulePlan, layout: MeshLayout, name: str, module: ModuleShape) -> None:
     """Refuse a parameter with a dim that does not split in equal parts; MindSpore's rule too."""
-    for param, dims in plan.params.items():
-        shape = module.params[param]
+    shapes = module.params | module.computed
+    for param, dims in (plan.params | plan.computed).items():
+        shape = shapes[param]
         if len(dims) != len(shape):
             raise ConfigError(
                 f"{plan.key}.params.{param}: {len(dims)} entries for the {len(shape)} dims of "

@@ -16,7 +16,6 @@ from plan_stand_ins import (
 )
 from ranks import Counted, run_warm
 from torch import nn
-from torch.nn.utils import parametrizations
 
 import msrun
 from msrun.errors import ConfigError, UsageError
@@ -198,7 +197,7 @@ def test_a_model_in_which_nothing_divides_is_refused():
 class Normed(nn.Module):
     def __init__(self):
         super().__init__()
-        self.up = parametrizations.weight_norm(nn.Linear(WIDTH, 32))
+        self.up = nn.utils.spectral_norm(nn.Linear(WIDTH, 32))  # the older one, by a hook
         self.down = nn.Linear(32, WIDTH)
 
     def forward(self, x):
@@ -209,9 +208,25 @@ def test_a_computed_weight_is_refused_by_name():
     plan = [{"match": "up", "style": "colwise"}]
 
     assert run_warm(told, 2, Normed, {"mesh": {"tp": 2}, "plan": plan})[0].startswith(
-        "parallel.plan[0].style: colwise of up (ParametrizedLinear), which computes its weight "
+        "parallel.plan[0].style: colwise of up (Linear), which computes its weight "
         "from other parameters"
     )
+
+
+class NormedPair(nn.Module):
+    def __init__(self):
+        super().__init__()
+        self.up = nn.utils.parametrizations.weight_norm(nn.Linear(WIDTH, 32))
+        self.down = nn.utils.parametrizations.weight_norm(nn.Linear(32, WIDTH))
+
+    def forward(self, x):
+        return self.down(self.up(x).relu())
+
+
+def test_computed_weights_are_sharded_by_plans_that_ship():
+    found = run_warm(told, 2, NormedPair, {"mesh": {"tp": 2}, "plan": "auto_tp"})
+
+    assert found[0].splitlines() == ["msrun: auto_tp shards over tp 2: 1 colwise, 1 rowwise"]
 
 
 # Of each layer: two of lora_B backward, one of lora_A forward, and one since the query's lora_B
