@@ -111,19 +111,30 @@ def _adapters(module: nn.Module) -> tuple[str, tuple[str, ...], tuple[str, ...]]
 
 
 def _computed(module: nn.Module) -> dict[str, tuple[int, ...]]:
-    """Return the parameters of its class that `module` computes from others, see `ModuleShape`.
-
-    The shape is that of its attributes: spectral norms take a step whenever a weight is computed.
-    """
+    """Return the parameters of its class that `module` computes from others, see `ModuleShape`."""
     if parametrize.is_parametrized(module):
         shapes: dict[str, tuple[int, ...]] = dict.fromkeys(module.parametrizations, ())  # type: ignore[arg-type]
-        if _WEIGHT in shapes and isinstance(module, nn.Linear):
-            shapes[_WEIGHT] = (module.out_features, module.in_features)
-        elif _WEIGHT in shapes and isinstance(module, nn.Embedding):
-            shapes[_WEIGHT] = (module.num_embeddings, module.embedding_dim)
+        if _WEIGHT in shapes:
+            shapes[_WEIGHT] = _weight_shape(module)
         return shapes
     # Of the older `weight_norm` and `spectral_norm`: a plain tensor that a hook sets.
     kinds = (*_BASES, *_CONVOLUTIONS, *_TRANSPOSED)
     if isinstance(module, kinds) and _WEIGHT not in dict(module.named_parameters(recurse=False)):
         return {_WEIGHT: ()}
     return {}
+
+
+def _weight_shape(module: nn.Module) -> tuple[int, ...]:
+    """Return the shape of a weight by what `module` was made with; empty if that is not known.
+
+    The weight itself is not asked: a spectral norm takes a step whenever it is computed.
+    """
+    if isinstance(module, nn.Linear):
+        return (module.out_features, module.in_features)
+    if isinstance(module, nn.Embedding):
+        return (module.num_embeddings, module.embedding_dim)
+    if isinstance(module, _TRANSPOSED):
+        return (module.in_channels, module.out_channels // module.groups, *module.kernel_size)
+    if isinstance(module, _CONVOLUTIONS):
+        return (module.out_channels, module.in_channels // module.groups, *module.kernel_size)
+    return ()

@@ -19,7 +19,8 @@ class ModuleShape(msgspec.Struct, frozen=True, kw_only=True):
         adapters: Of a LoRA layer, the names of its modules: the layer that it adapts, those of
             `lora_A`, those of `lora_B`; else None.
         computed: Parameters of its class that it computes from others -> their shape, which is
-            empty unless `nn.utils.parametrize` computes the weight of a `Linear` or `Embedding`.
+            empty unless `nn.utils.parametrize` computes the weight of a product, a table or a
+            convolution.
         has_own_forward: Whether it computes otherwise than the class `kind` or `base` of torch.
         members: Modules of a list or mapping of modules.
     """

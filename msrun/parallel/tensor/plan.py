@@ -316,7 +316,7 @@ def _styled(
         ("colwise", "Conv1D"): ({"weight": [None, axis], "bias": [axis]}, unsharded, last_sharded),
         ("rowwise", "Conv1D"): ({"weight": [axis, None], "bias": [None]}, last_sharded, unsharded),
         ("experts", "Experts"): (experts, unsharded, unsharded),
-        **_convolutions(axis, len(module.params.get("weight", ()))),
+        **_convolutions(axis, len((module.params | module.computed).get("weight", ()))),
     }
     if style == "sequence":
         # Shape (batch, sequence, ...): every rank has a part of each sequence.

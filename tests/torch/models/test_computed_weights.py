@@ -50,6 +50,22 @@ class Net(nn.Module):
         return self.head(self.down(functional.relu(self.turn(x))))
 
 
+class Critic(nn.Module):
+    """As of a GAN: convolutions with spectral and weight norms."""
+
+    def __init__(self):
+        super().__init__()
+        torch.manual_seed(0)
+        self.embed = nn.Embedding(WORDS, WIDTH)
+        self.up = parametrizations.spectral_norm(nn.Conv1d(WIDTH, 12, 3, padding=1))
+        self.mid = parametrizations.weight_norm(nn.Conv1d(12, 12, 3, padding=1, groups=2))
+        self.down = parametrizations.spectral_norm(nn.ConvTranspose1d(12, WORDS, 3, padding=1))
+
+    def forward(self, x):
+        x = functional.leaky_relu(self.up(self.embed(x).transpose(1, 2)))
+        return self.down(functional.leaky_relu(self.mid(x))).transpose(1, 2)
+
+
 def loss_of(output, target):
     return functional.cross_entropy(output.flatten(0, 1), target.flatten())
 
@@ -59,8 +75,8 @@ def batches():
     return [torch.randint(WORDS, (2, 8, 6), generator=generator) for _ in range(STEPS)]
 
 
-def oracle():
-    net, losses = Net().double(), []
+def oracle(kind=Net):
+    net, losses = kind().double(), []
     optimizer = torch.optim.AdamW(net.parameters(), lr=1e-2)
     for x, y in batches():
         optimizer.zero_grad()
@@ -71,10 +87,10 @@ def oracle():
     return losses, {name: value.detach().clone() for name, value in net.state_dict().items()}
 
 
-def train(config, first=0, last=STEPS, folder=None):
+def train(config, first=0, last=STEPS, folder=None, kind=Net):
     """Train from step `first` on, loaded from `folder`, or up to `last`, saved there."""
     rt = msrun.init(config)
-    model = rt.shard(Net().double())
+    model = rt.shard(kind().double())
     optimizer = rt.optimizer(torch.optim.AdamW(model.parameters(), lr=1e-2))
     if first:
         rt.load(model, optimizer, path=folder)
@@ -85,8 +101,9 @@ def train(config, first=0, last=STEPS, folder=None):
     ]
     if last < STEPS:
         rt.save(model, optimizer, step=last, path=folder)
+    state = rt.state_dict(model)  # first: a spectral norm takes a step when its weight is read
     shape = list(model.up.weight.to_local().shape) if config.get("plan") else None
-    return losses, rt.state_dict(model), shape
+    return losses, state, shape
 
 
 @pytest.mark.parametrize(
@@ -107,6 +124,25 @@ def test_they_are_divided_and_train_as_in_one_process(ranks, config):
     for found, state, shape in run_warm(train, ranks, {**config, "plan": PLAN}):
         assert found == pytest.approx(losses, abs=1e-9)
         assert shape == [6, WIDTH]
+        for name, value in state.items() if state else ():
+            torch.testing.assert_close(value, weights[name], rtol=0, atol=1e-7, msg=name)
+
+
+CONVOLUTIONS = [
+    {"match": "up", "style": "colwise"},
+    {"match": "mid", "style": "colwise"},
+    {"match": "down", "style": "rowwise"},
+]
+
+
+@pytest.mark.parametrize(("ranks", "config"), [(2, TP), (4, BOTH)], ids=["tp", "dp x tp"])
+def test_convolutions_are_divided_too(ranks, config):
+    losses, weights = oracle(Critic)
+
+    config = {**config, "plan": CONVOLUTIONS}
+    for found, state, shape in run_warm(train, ranks, config, 0, STEPS, None, Critic):
+        assert found == pytest.approx(losses, abs=1e-9)
+        assert shape == [6, WIDTH, 3]
         for name, value in state.items() if state else ():
             torch.testing.assert_close(value, weights[name], rtol=0, atol=1e-7, msg=name)
 
