@@ -40,6 +40,7 @@ from msrun.parallel.layout import context_rule, plan_axes, resolve
 from msrun.parallel.local import is_sharded
 from msrun.parallel.losses.batch import Sample
 from msrun.parallel.match import matching
+from msrun.parallel.plans.module_shape import ModuleShape, NamedRules
 from msrun.parallel.rank_context import Rank, RankContext, placed
 from msrun.parallel.replicas import (
     broadcast_weights,
@@ -58,7 +59,6 @@ from msrun.parallel.sharded_model import (
     refuse_copies,
     refuse_hooks,
 )
-from msrun.parallel.tensor.module_shape import ModuleShape, NamedRules
 from msrun.parallel.tensor.plan import ModulePlan, plan_modules
 from msrun.parallel.uneven_rows import rule as rows_rule
 

@@ -35,7 +35,7 @@ from msrun.parallel.sharded_model import Context, entered
 from msrun.parallel.torch_compat import fake_ranks
 
 if TYPE_CHECKING:
-    from msrun.parallel.tensor.module_shape import ModuleShape, NamedRules
+    from msrun.parallel.plans.module_shape import ModuleShape, NamedRules
 
 # DTensor keeps what it works out by mesh, groups included.  Under a name that no mesh of a job has,
 # nothing of ranks that are not there is found by ranks that are, as in a process that forks them.

@@ -1,1 +1,1 @@
-"""Plans that ship, as data."""
+"""Plans that ship, as data, and modules as plans see them."""

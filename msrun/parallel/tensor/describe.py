@@ -13,7 +13,7 @@ from collections import defaultdict
 from torch import nn
 from torch.nn.utils import parametrize
 
-from msrun.parallel.tensor.module_shape import ModuleShape
+from msrun.parallel.plans.module_shape import ModuleShape
 
 _BASES = (nn.Linear, nn.Embedding)
 _CONVOLUTIONS = (nn.Conv1d, nn.Conv2d, nn.Conv3d)

@@ -27,9 +27,9 @@ from msrun.errors import ModelError
 from msrun.parallel.config import ROOT
 from msrun.parallel.layout import named_axis
 from msrun.parallel.plans.families import AUTO, Block, blocks_of
+from msrun.parallel.plans.module_shape import ModuleShape, NamedRules
 from msrun.parallel.rank_context import RankContext
 from msrun.parallel.settings.plan_rules import Dims, PlanRule
-from msrun.parallel.tensor.module_shape import ModuleShape, NamedRules
 
 # Styles of transformers -> ours.  Others, such as those of q_norm, need nothing here: what they
 # are for follows from the placements of activations.

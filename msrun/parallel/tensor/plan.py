@@ -19,6 +19,7 @@ from msrun.parallel.notation.dims import ModuleDims
 from msrun.parallel.notation.grids import MATRICES, GridDims, Product, grid_dims, grid_of_layout
 from msrun.parallel.notation.mesh_layout import EXPERT_AXIS, MeshLayout
 from msrun.parallel.notation.rules import batch_free, notation_dims
+from msrun.parallel.plans.module_shape import ModuleShape, NamedRules
 from msrun.parallel.settings.grids import GRID_AXES
 from msrun.parallel.settings.plan_rules import (
     UNSHARDED_DIMS,
@@ -29,7 +30,6 @@ from msrun.parallel.settings.plan_rules import (
     several_tensors,
     tensor_path,
 )
-from msrun.parallel.tensor.module_shape import ModuleShape, NamedRules
 
 # Modules that compute each element for itself.
 _ELEMENTWISE = (

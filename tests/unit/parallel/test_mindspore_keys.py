@@ -6,7 +6,7 @@ from msrun.errors import UsageError
 from msrun.parallel.config_file import parse_config, read_translations
 from msrun.parallel.layout import resolve
 from msrun.parallel.notation.mindspore_keys import KEYS
-from msrun.parallel.tensor.module_shape import ModuleShape
+from msrun.parallel.plans.module_shape import ModuleShape
 from msrun.parallel.tensor.plan import plan_modules
 
 PIPELINE = {"pipeline": {"stages": "auto", "microbatches": 4}}
