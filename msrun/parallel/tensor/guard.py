@@ -51,7 +51,6 @@ import torch
 from torch import Tensor
 from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.tensor import DTensor, Replicate
-from torch.distributed.tensor.parallel import loss_parallel
 from torch.nn import functional
 from torch.overrides import TorchFunctionMode
 
@@ -195,7 +194,7 @@ class Guard(TorchFunctionMode):
         """Guard model, loss and backward; logits may stay sharded by class."""
         self.has_loss = True
         try:
-            with loss_parallel(), self.active():
+            with sharded_losses.by_class(), self.active():
                 yield
         finally:
             self.has_loss = False
@@ -460,7 +459,7 @@ class Guard(TorchFunctionMode):
         # Elsewhere the backward pass would run outside of torch's context, which it needs.
         is_guarded = self.has_loss or not torch.is_grad_enabled()
         if is_plain and is_by_class and is_on_axis and is_guarded:
-            with contextlib.nullcontext() if self.has_loss else loss_parallel():
+            with contextlib.nullcontext() if self.has_loss else sharded_losses.by_class():
                 if logits.device_mesh.ndim == 1:
                     return function(logits, target, **options)
                 return self._on_axis(axes[0], logits, target, **options)

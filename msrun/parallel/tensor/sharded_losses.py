@@ -6,11 +6,14 @@ the number of targets that count, or the weight of their classes: two all-reduce
 
 from __future__ import annotations
 
+import contextlib
+from collections.abc import Iterator
 from typing import Any
 
 import torch
 from torch import Tensor
 from torch.distributed.tensor import DTensor, Partial, Replicate, Shard
+from torch.distributed.tensor.parallel import loss_parallel
 from torch.distributed.tensor.placement_types import Placement
 from torch.nn import functional
 
@@ -19,6 +22,20 @@ from msrun.parallel.tensor.placements import on_mesh
 from msrun.parallel.tensor.shard_functions import is_even
 
 _CLASSES = 1
+
+
+@contextlib.contextmanager
+def by_class() -> Iterator[None]:
+    """Compute the loss of logits that ranks share by class without gathering them inside.
+
+    torch's context alone stays on for good where something raises inside.
+    """
+    context = loss_parallel()
+    context.__enter__()
+    try:
+        yield
+    finally:
+        context.__exit__(None, None, None)
 
 
 def cross_entropy(

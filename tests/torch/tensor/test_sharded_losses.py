@@ -1,10 +1,12 @@
 """Cross entropy of logits that ranks share by sample or position: no rank gathers them."""
 
 import itertools
+import math
 
 import pytest
 import torch
 from ranks import Counted, run_warm
+from torch.distributed.tensor import DTensor, Replicate
 from torch.nn import functional
 
 import msrun
@@ -96,3 +98,35 @@ def test_a_strategy_that_divides_samples_gathers_no_logits():
     for sent in run_warm(stepped, 4):
         # Parameters' gradients, the loss and its count; 16 x 256 logits would be 16 KiB.
         assert max([0, *(n for name, n in sent.items() if "gather" in name)]) < 256
+
+
+class StoppedError(Exception):
+    pass
+
+
+def after_an_error():
+    """Return the loss of logits that all ranks have, after a loss function raised in a step."""
+    runtime = msrun.init({"mesh": {"tp": 2}, "plan": [{"match": "*", "style": "vocab"}]})
+    model = runtime.shard(torch.nn.Linear(4, CLASSES))
+    optimizer = runtime.optimizer(torch.optim.SGD(model.parameters(), lr=0.1))
+
+    def stop(output, target):
+        functional.cross_entropy(output, target)
+        raise StoppedError
+
+    target = torch.tensor([0, 5, 2])
+    with pytest.raises(StoppedError):
+        runtime.step(model, optimizer, stop, torch.randn(3, 4), target)
+    mesh = model.weight.device_mesh
+    logits, target = (
+        DTensor.from_local(x, mesh, [Replicate()]) for x in (torch.ones(3, CLASSES), target)
+    )
+    logits.requires_grad_()
+    loss = functional.cross_entropy(logits, target)
+    loss.backward()
+    runtime.close()
+    return loss.full_tensor().item()
+
+
+def test_a_loss_that_raises_leaves_those_after_it_as_they_are():
+    assert run_warm(after_an_error, 2) == [pytest.approx(math.log(CLASSES))] * 2
