@@ -405,6 +405,7 @@ class ShardedModel:
         if replicas and optimizer not in self._watched and (is_empty or self.holds(optimizer)):
             self._watched.add(optimizer)
             before_step(optimizer, partial(self._before_step, replicas))
+            before_update(optimizer, self._release)  # a closure's backward reads what is gathered
             if self.plain_loop:
                 before_update(optimizer, self.plain_loop.settle)
 
@@ -414,13 +415,15 @@ class ShardedModel:
             give_gradient(memory.param)
         replicas.count_step()
         self._check_data()
-        if self.order and (model := self._model()) is not None:
-            if not self._gathering:
-                from msrun.parallel.data_parallel.zero import gathering
 
-                self._gathering = [weakref.ref(module) for module in gathering(model)]
-            for module in filter(None, (reference() for reference in self._gathering)):
-                module.reshard()
+    def _release(self) -> None:
+        """Release gathered parameters, since the optimizer changes their shards."""
+        if self.order and not self._gathering and (model := self._model()) is not None:
+            from msrun.parallel.data_parallel.zero import gathering
+
+            self._gathering = [weakref.ref(module) for module in gathering(model)]
+        for module in filter(None, (reference() for reference in self._gathering)):
+            module.reshard()
 
     def _check_data(self) -> None:
         """Refuse values that a script gave a sharded parameter in a way that its shard ignores.
