@@ -490,7 +490,9 @@ def writes_to_frozen(model: nn.Module) -> dict[str, int]:
         if not param.sharded_param.requires_grad:
             whole = getattr(param, "_unsharded_param", None)
             count = 0 if whole is None else write_count(whole)
-            found[param._param_fqn] = count + write_count(param.sharded_param.to_local())  # noqa: SLF001
+            # A function of a DTensor counts for the DTensor, and one of its shard for that.
+            shards = (param.sharded_param, param.sharded_param.to_local())
+            found[param._param_fqn] = count + sum(map(write_count, shards))  # noqa: SLF001
     return found
 
 
