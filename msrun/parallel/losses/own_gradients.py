@@ -31,8 +31,10 @@ _HAS_ROWS, _OF_LOSS = "msrun_has_rows", "msrun_of_loss"
 _OF_ROW = "msrun_of_row"  # of what was computed from single rows
 _GATHERED = -1  # in place of a number of a watch: rows of all ranks
 _REDUCING = ("mean", "sum", "norm")
-_TAKING = ("__getitem__", "select", "unbind")
+_TAKING = frozenset(["__getitem__", "select", "unbind", "narrow"])
+_TAKING |= {"split", "split_with_sizes", "chunk", "tensor_split"}
 _JOINING = ("cat", "concat", "concatenate", "hstack", "column_stack", "stack")
+_ENDING = ("cat", "concat", "concatenate")
 _LOSSES = frozenset(func.__name__ for func in LOSSES)
 _SHARED = "return (sum, count) of the terms of the loss; or leave the term out of the loss"
 _MEAN = "take the gradient of a sum over samples: torch.autograd.grad(output.sum(), x, ...)"
@@ -67,7 +69,7 @@ class BatchRows:
             self._note_loss(result)
         if name in _JOINING and args and isinstance(args[0], tuple | list):
             is_first = not kwargs.get("dim", args[1] if len(args) > 1 else 0)
-            self._join(args[0], result, is_of_new_dim=name == "stack" and is_first)
+            self._join(name, args[0], result, is_first=is_first)
             return
         if self._rows_taken and any(map(self._is_of_row, args)):
             self._note_row(result)
@@ -94,10 +96,11 @@ class BatchRows:
             self._rows_taken = rows
             self._note_row(result)
 
-    def _join(self, parts: Sequence[Any], result: Any, *, is_of_new_dim: bool) -> None:
-        """Note whether `result`, which `parts` make, has rows: theirs, or one of each."""
+    def _join(self, name: str, parts: Sequence[Any], result: Any, *, is_first: bool) -> None:
+        """Note whether `result`, which `parts` make, has rows: theirs, or some of each."""
         rows = next((len(part) for part in parts if self.has(part)), 0)
-        if is_of_new_dim:
+        is_of_new_dim = name == "stack" and is_first
+        if is_of_new_dim or (name in _ENDING and is_first and not rows):
             rows = self._rows_taken if all(map(self._is_of_row, parts)) else 0
         if rows and result.shape[:1] == (rows,):
             setattr(result, _HAS_ROWS, self._number)

@@ -62,6 +62,7 @@ from msrun.parallel.losses.terms import (
     count_type,
     sum_of,
 )
+from msrun.parallel.torch_compat import checkpointed
 
 _ORDER = "msrun_order"  # of a permutation
 
@@ -334,6 +335,8 @@ class LossWatch(LinkedTerms):
             shown = f"pairs of samples ({name} of {tuple(values.shape)} and {tuple(target.shape)})"
             self._leave(result, Term(name=shown, total=full_tensor(result), is_opaque=True))
             return result
+        if checkpointed() is not None:
+            return self._recomputed(name, func(*args, **kwargs), sources)
         if func in BY_CLASS:
             self._check_target(values, target)
             elements = values.numel() // values.size(min(values.dim() - 1, 1))
@@ -341,6 +344,23 @@ class LossWatch(LinkedTerms):
             elements = torch.broadcast_shapes(values.shape, target.shape).numel()
         total, count = sum_and_count(func, args, kwargs)
         return self._mean(name, total, count, values.dtype, elements=elements, sources=sources)
+
+    def _recomputed(self, name: str, result: Tensor, sources: frozenset[int]) -> Tensor:
+        """Return `result` as it is: a recomputation outside of the watch must save as many tensors.
+
+        So nobody has its sum and its count, and no loss may depend on it.
+        """
+        self._leave(
+            result,
+            Term(
+                name=f"{name} in a module that is recomputed",
+                total=full_tensor(result),
+                is_opaque=True,
+                hint="compute it behind that module, from what the module returns",
+            ),
+            sources,
+        )
+        return result
 
     def _check_target(self, values: Tensor, target: Tensor) -> None:
         """Refuse a loss that compares all samples with each other, of which it has a part."""
@@ -363,6 +383,8 @@ class LossWatch(LinkedTerms):
         if not x.dim():
             self._keep(x, result)
         elif self._is_data(sources) and not self._is_row(x):
+            if kind == "mean" and checkpointed() is not None:
+                return self._recomputed(name, result, sources)
             if kind == "mean":
                 wide = torch.promote_types(result.dtype, torch.float32)
                 if name == "nanmean":
@@ -391,6 +413,8 @@ class LossWatch(LinkedTerms):
             count = self._own_term(other)
             if count and count.is_sum and not count.total.requires_grad:
                 shown = f"{term.name} / {count.name}"
+                if checkpointed() is not None:
+                    return self._recomputed(shown, result, NOTHING)
                 return self._mean(shown, term.total, count.total, result.dtype, limit=count.limit)
         if isinstance(other, int | float) and term.total.requires_grad:
             return self._scaled(term, name, result, other)
