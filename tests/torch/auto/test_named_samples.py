@@ -7,7 +7,7 @@ from torch import nn
 from torch.nn import functional
 
 import msrun
-from msrun.errors import ConfigError
+from msrun.errors import ConfigError, ModelError
 
 pytestmark = pytest.mark.torch
 
@@ -73,12 +73,30 @@ def trained(config, has_loss):
     return found
 
 
-@pytest.mark.parametrize("has_loss", [True, False], ids=["own loss", "loss function"])
-@pytest.mark.parametrize("mesh", MESHES)
+@pytest.mark.parametrize(
+    ("mesh", "has_loss"),
+    [*((mesh, False) for mesh in MESHES), *((mesh, True) for mesh in MESHES if mesh != "pp")],
+)
 def test_a_sample_by_name_trains_as_one_process(mesh, has_loss):
     expected = alone()
     for found in run_warm(trained, 2, MESHES[mesh], has_loss):
         assert found == pytest.approx(expected, rel=1e-6)
+
+
+def own_loss_in_stages():
+    try:
+        trained(MESHES["pp"], has_loss=True)
+    except ModelError as error:
+        return error.message
+
+
+def test_the_loss_of_a_model_in_micro_batches_of_a_plan_is_refused():
+    """Its operators do not tell over how many targets it is a mean."""
+    for said in run_warm(own_loss_in_stages, 2):
+        assert said == (
+            "parallel.mode: auto runs a model that returns its loss on 2 micro-batches, and does "
+            "not know how their losses make that of the batch"
+        )
 
 
 def refusals():
