@@ -34,6 +34,7 @@ import torch
 import torch.distributed as dist
 from fuzz_forms import BLOCKS, FORMS
 from fuzz_loops import LIBRARY_LOOPS, LOOPS
+from fuzz_quirks import SAMPLES
 from fuzz_ranks import FuzzRanks
 from fuzz_scripts import AFTER, BEFORE, LOSSES, PENALTIES
 from fuzz_training import (
@@ -167,8 +168,20 @@ def _no_case(case: Case) -> str:
         return "a plain loop of a plan has the mean of the losses of ranks"
     if case.loop.parts > 1 and (problem := _no_case_of_parts(case)):
         return problem
+    return _no_case_of_layout(case)
+
+
+def _no_case_of_layout(case: Case) -> str:
+    """Return why a case has no one answer in its configuration; empty if it has."""
+    config = CONFIGS[case.config][1]
+    is_halved = case.loop.forwards > 1 and case.has(*_SUMS)
+    if is_halved and SAMPLES // _data_ranks(config) == case.loop.forwards:
+        return "a part of a sum is a mean where a rank has as many samples"
+    is_later = any(quirk.endswith("later") for quirk in case.quirks)
+    if is_later and case.has("second names") and "pipeline" in config:
+        return "a stage may have a parameter by its second name alone"
     is_penalized = any(quirk.startswith("gradient penalty") for quirk in case.quirks)
-    if case.loop.adds_group and is_penalized and "pipeline" in CONFIGS[case.config][1]:
+    if case.loop.adds_group and is_penalized and "pipeline" in config:
         return "a stage has only what the optimizer gets later, and torch makes none of nothing"
     return ""
 
@@ -179,8 +192,10 @@ def _no_case_of_parts(case: Case) -> str:
         return "one process has its own parts, too"
     if any("batch norm" in quirk for quirk in case.quirks):
         return "a loop of parts has the statistics of each"
-    if CONFIGS[case.config][0] == 1 and case.has(*_GRADIENT_HOOKS):
-        return "one rank is plain torch, which runs a hook in each backward pass"
+    if case.has("momentum copy", "buffer counter", "buffer average"):
+        return "a loop of parts changes what forward writes in each"
+    if _data_ranks(CONFIGS[case.config][1]) == 1 and case.has(*_GRADIENT_HOOKS):
+        return "one data-parallel rank is as plain torch, which runs a hook in each backward pass"
     return ""
 
 

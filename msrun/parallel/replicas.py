@@ -48,6 +48,48 @@ def check_materialized(model: nn.Module) -> None:
             )
 
 
+def check_memory(model: nn.Module, *, is_divided: bool = True) -> None:
+    """Refuse a parameter that has memory in common with another one, or with a buffer.
+
+    Weights that were tied by `a.weight.data = b.weight.data` are such: an update of one is one of
+    the other, until a part is made of either.
+
+    Raises:
+        ModelError: There are two, and the model is to be divided.
+    """
+    if not is_divided:
+        return
+    params = {name for name, _ in model.named_parameters()}
+    # The tensor that reaches furthest into each memory: of parameters, and of all.
+    of_params: dict[int, tuple[int, str]] = {}
+    of_all: dict[int, tuple[int, str]] = {}
+    for first, end, memory, name in sorted(_extents(model)):
+        is_param = name in params
+        reached, other = (of_all if is_param else of_params).get(memory, (0, ""))
+        if reached > first:
+            raise ModelError(
+                f"{other} and {name} are not one tensor and have memory in common, which ends "
+                "where parameters are divided",
+                hint="tie weights as one parameter, a.weight = b.weight and not a.weight.data = "
+                "b.weight.data, or clone one of them",
+            )
+        for furthest in (of_all, of_params) if is_param else (of_all,):
+            furthest[memory] = max(furthest.get(memory, (0, "")), (end, name))
+
+
+def _extents(model: nn.Module) -> Iterator[tuple[int, int, int, str]]:
+    """Yield the first byte, the byte behind the last, the memory and the name of each tensor."""
+    for name, tensor in (*model.named_parameters(), *model.named_buffers()):
+        is_plain = type(tensor.data) is Tensor and tensor.layout == torch.strided
+        if tensor.is_meta or not tensor.numel() or not is_plain:
+            continue
+        steps = zip(tensor.shape, tensor.stride(), strict=True)
+        last = sum((size - 1) * stride for size, stride in steps)
+        first = int(tensor.storage_offset()) * tensor.itemsize
+        memory = tensor.untyped_storage().data_ptr()
+        yield first, first + (int(last) + 1) * tensor.itemsize, memory, name
+
+
 @torch.no_grad()
 def broadcast_weights(model: nn.Module, excluded: Collection[str]) -> None:
     """Copy parameters and buffers of rank 0 to every rank, except the `excluded` parameters."""

@@ -33,6 +33,7 @@ from msrun.parallel.data_parallel import parameter_hooks, reductions, sparse_emb
 from msrun.parallel.data_parallel.parameter_hooks import ParameterHooks
 from msrun.parallel.data_parallel.parameter_snapshot import ParameterSnapshot
 from msrun.parallel.data_parallel.replica_digest import ReplicaDigest
+from msrun.parallel.foreach.values import refused_penalties
 from msrun.parallel.host import activations, host_tables
 from msrun.parallel.layers import batch_norm, compiled, float8, micro_batches, precision, recompute
 from msrun.parallel.layers.micro_batches import MicroBatches
@@ -45,6 +46,7 @@ from msrun.parallel.rank_context import Rank, RankContext, placed
 from msrun.parallel.replicas import (
     broadcast_weights,
     check_materialized,
+    check_memory,
     split_random_streams,
 )
 from msrun.parallel.settings.plan_rules import PlanRule
@@ -114,6 +116,12 @@ class _ResolvedPlan(msgspec.Struct, frozen=True, kw_only=True):
     remote: set[str]
     placed: list[str]
 
+    def divides(self, context: RankContext) -> bool:
+        """Return whether parameters of the model do not stay as they are on every rank."""
+        config = self.config
+        is_cut = config.plan or config.pipeline or self.remote or self.placed
+        return bool(is_cut) or reductions.is_sharding(config, context.layout)
+
 
 def shard_model(config: ParallelConfig, rank: Rank, model: nn.Module, sample: Sample) -> Sharded:
     """Make `model` parallel as `config` says.
@@ -135,6 +143,7 @@ def shard_model(config: ParallelConfig, rank: Rank, model: nn.Module, sample: Sa
     if context.world_size == 1 and not reductions.is_sharding(config, context.layout):
         _warn_of_no_effect(config)
     resolved = _resolve_plan(config, context, model)
+    check_memory(model, is_divided=resolved.divides(context))
     _leave_tables(context, model, resolved)
     weights = None
     if is_deferred := _is_on_meta(model):
@@ -210,6 +219,7 @@ def _shard_by_search(
     from msrun.parallel.auto.apply import apply, check_sample
 
     batch_norm.check(config, model)
+    check_memory(model)
     sample = check_sample(model, sample)
     model.to(rank.device)
     originals = OriginalParameters(model, is_strong=False)
@@ -228,7 +238,7 @@ def _shard_by_search(
             applied.model,
             originals.references(),
             [],
-            contextlib.nullcontext,
+            refused_penalties,
             microbatches=applied.microbatches,
             is_pipeline=applied.is_pipeline,
             has_fixed_shapes=True,

@@ -11,6 +11,8 @@ that the model cannot take, and `backward()` says so.
 
 from __future__ import annotations
 
+import contextlib
+from collections.abc import Iterator
 from typing import TYPE_CHECKING
 
 from msrun.errors import ModelError
@@ -22,7 +24,18 @@ if TYPE_CHECKING:
 
 def watch_values() -> None:
     """Refuse values of which a rank has a part from now on; a second call is none."""
-    torch_compat.watch_sharded_values(_check_value, _named_error)
+    torch_compat.watch_sharded_values(_check_value, _of_penalty)
+
+
+@contextlib.contextmanager
+def refused_penalties() -> Iterator[None]:
+    """Say in one sentence that a loss inside adds sharded parameters to plain outputs."""
+    try:
+        yield
+    except RuntimeError as error:
+        if named := _of_penalty(error):
+            raise named from None
+        raise
 
 
 def _check_value(tensor: DTensor) -> None:
@@ -40,7 +53,7 @@ def _check_value(tensor: DTensor) -> None:
         )
 
 
-def _named_error(error: RuntimeError) -> ModelError | None:
+def _of_penalty(error: RuntimeError) -> ModelError | None:
     """Return the error of a backward pass in one sentence; None if it is another one."""
     if "mixed torch.Tensor and DTensor" not in str(error):
         return None
