@@ -10,12 +10,15 @@ from typing import Any
 from torch import Tensor, nn
 from torch.nn import Parameter
 
+from msrun.errors import ModelError
 from msrun.parallel.auto.execute import Executor
 from msrun.parallel.auto.joined_outputs import joined
 from msrun.parallel.auto.random_steps.step_rng import StepRng
 from msrun.parallel.auto.tracing.trace import Traced
+from msrun.parallel.config import ROOT
 from msrun.parallel.losses.batch import StepBatch
 from msrun.parallel.losses.sample_dims import Known
+from msrun.parallel.losses.tally import LossTally, TallyRanks
 from msrun.parallel.pipeline.border import Border, Borders
 from msrun.parallel.pipeline.chunks import Chunks
 from msrun.parallel.pipeline.microbatch import MicrobatchSplit, split_batch
@@ -125,6 +128,23 @@ class PlannedModel(PipelineModel):
         if not batch.named:
             return batch.inputs
         return self._traced.positional(batch.inputs, batch.named)
+
+    def train_step(
+        self, inputs: Sequence[Any], target: Any, loss_fn: Any, ranks: TallyRanks, **options: Any
+    ) -> LossTally:
+        """Run forward and backward of a batch, as any pipeline does.
+
+        Raises:
+            ModelError: The losses that the model returns do not make that of the batch.
+        """
+        if loss_fn is None and self._pieces > 1 and not self._traced.has_plain_losses:
+            raise ModelError(
+                f"{ROOT}.mode: auto runs a model that returns its loss on {self._pieces} "
+                "micro-batches, and does not know how their losses make that of the batch",
+                hint="return the logits and give rt.step a loss function, or choose another mode, "
+                "or a mesh without stages",
+            )
+        return super().train_step(inputs, target, loss_fn, ranks, **options)
 
     def known_outputs(self) -> Sequence[Known]:
         """Return what mixed samples in a micro-batch, of each tensor of the model's output."""

@@ -283,14 +283,6 @@ class PipelineModel(StageModel):
         """
         split, borders = self._prepare(inputs, may_differ=False)
         self._check_even(split)
-        if loss_fn is None and self.is_planned and split.parts > 1:
-            # Its operators run one by one: no function tells the sum and the count of a loss.
-            raise ModelError(
-                f"{ROOT}.mode: auto runs a model that returns its loss on {split.parts} "
-                "micro-batches, and does not know how their losses make that of the batch",
-                hint="return the logits and give rt.step a loss function, or choose another mode, "
-                "or a mesh without stages",
-            )
         tally = self._tally(ranks, split, borders, items)
         work = Work(
             split=split,

@@ -33,18 +33,27 @@ class Model(nn.Module):
         return output if labels is None else functional.cross_entropy(output, labels)
 
 
+class Means(Model):
+    """Returns a loss of means over elements, of which equal parts have equally many."""
+
+    def forward(self, x, labels=None):
+        output = self.layers(x)
+        target = functional.one_hot(labels, 8).to(output.dtype)
+        return 0.5 * functional.mse_loss(output, target) + output.abs().mean() / 3
+
+
 def batches():
     torch.manual_seed(1)
     return [{"labels": torch.arange(8) % 5, "x": torch.randn(8, 8)} for _ in range(2)]
 
 
-def model():
+def model(kind=Model):
     torch.manual_seed(0)
-    return Model()
+    return kind()
 
 
-def alone():
-    found, network = [], model()
+def alone(kind=Model):
+    found, network = [], model(kind)
     update = torch.optim.SGD(network.parameters(), lr=0.1)
     for batch in batches():
         update.zero_grad()
@@ -55,12 +64,12 @@ def alone():
     return found
 
 
-def trained(config, has_loss):
+def trained(config, has_loss, kind=Model):
     rt = msrun.init(config)
     count, share = rt.layout.size("dp"), rt.coordinate.get("dp", 0)
     parts = [{k: v.chunk(count)[share] for k, v in batch.items()} for batch in batches()]
     sample = parts[0] if has_loss else {"x": parts[0]["x"]}
-    network = rt.shard(model(), sample=sample)
+    network = rt.shard(model(kind), sample=sample)
     update = rt.optimizer(torch.optim.SGD(network.parameters(), lr=0.1))
     found = []
     for part in parts:
@@ -81,6 +90,15 @@ def test_a_sample_by_name_trains_as_one_process(mesh, has_loss):
     expected = alone()
     for found in run_warm(trained, 2, MESHES[mesh], has_loss):
         assert found == pytest.approx(expected, rel=1e-6)
+
+
+def means():
+    return trained(MESHES["pp"], has_loss=True, kind=Means)
+
+
+def test_means_that_a_model_returns_are_those_of_micro_batches():
+    for found in run_warm(means, 2):
+        assert found == pytest.approx(alone(Means), rel=1e-6)
 
 
 def own_loss_in_stages():

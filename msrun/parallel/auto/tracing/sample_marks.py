@@ -25,6 +25,11 @@ _NAMES = {
     "_softmax": "softmax",
     "_log_softmax": "log_softmax",
 }
+# Losses of each element: the place of `reduction` in their arguments, which is a mean unless given.
+_OF_ELEMENTS = {"mse_loss": 2, "l1_loss": 2, "smooth_l1_loss": 2, "huber_loss": 2}
+_MEAN = 1
+_KEEPING = ("alias", "clone", "to", "view", "neg", "detach")
+_LINEAR = ("add", "sub", "mul", "div")
 # A step, and which of its results.
 _Key = tuple[str, int]
 
@@ -52,6 +57,35 @@ def known_values(
         elif node.op == "call_function":
             _follow(node, found, samples)
     return tuple(found.get((name, 0), Known()) for name in names)
+
+
+def are_means(graph: fx.Graph, names: Collection[str]) -> bool:
+    """Return whether all numbers among the values `names` of a graph are means of their parts'.
+
+    They are means over elements, of which equal parts have equally many, and what is linear in such
+    means.  A cross entropy is none: the targets that it ignores are seen in values alone.
+    """
+    return all(
+        _is_mean(node)
+        for node in graph.nodes
+        if node.name in names and isinstance(node.meta.get("val"), Tensor)
+        if not node.meta["val"].dim()
+    )
+
+
+def _is_mean(node: Any) -> bool:
+    """Return whether a step or number is the mean of those of equal parts."""
+    if not isinstance(node, fx.Node):
+        return isinstance(node, int | float)
+    name, args = (_name(node), node.args) if node.op == "call_function" else ("", ())
+    if name in _OF_ELEMENTS:
+        reduction = (*args[_OF_ELEMENTS[name] :], node.kwargs.get("reduction", _MEAN))[0]
+        return bool(reduction == _MEAN)
+    if name in _LINEAR and not node.kwargs:
+        numbers = [one for one in args if not isinstance(one, fx.Node)]
+        is_scaled = len(numbers) == 1 and (name == "mul" or numbers == [*args[1:]])
+        return all(map(_is_mean, args)) and (is_scaled if name in ("mul", "div") else not numbers)
+    return (name == "mean" and len(args) == 1) or (name in _KEEPING and _is_mean(args[0]))
 
 
 def _is_batch(value: Any, samples: int) -> bool:

@@ -18,7 +18,7 @@ from msrun.parallel.auto.tracing.data_dependence import grouped_experts, reads_v
 from msrun.parallel.auto.tracing.export import Exported, export
 from msrun.parallel.auto.tracing.modes import StepMode, mode_of
 from msrun.parallel.auto.tracing.plain_values import Change, PlainValues, without_draws
-from msrun.parallel.auto.tracing.sample_marks import known_values
+from msrun.parallel.auto.tracing.sample_marks import are_means, known_values
 from msrun.parallel.auto.tracing.structure import leaf_tensors, mapped, with_tensors
 from msrun.parallel.pipeline.record.recorder import where
 from msrun.parallel.search.graph.operators import rules_of_steps
@@ -61,6 +61,7 @@ class Traced:
         dtypes: Value -> its type.
         modules: What `lowering` must know of the model.
         known: Of each tensor of the output, what would mix samples in a micro-batch.
+        has_plain_losses: Whether each number of the output is the mean of those of micro-batches.
     """
 
     def __init__(self, exported: Exported, model: nn.Module, sample: Sequence[Any]) -> None:
@@ -106,6 +107,7 @@ class Traced:
         self.rules = rules_of_steps(self.program)
         samples = next((len(x) for x in leaf_tensors(list(sample)) if x.dim()), 0)
         self.known = known_values(self.graph, self._inputs, self._returned, samples)
+        self.has_plain_losses = are_means(self.graph, self._returned)
 
     # For the executor.
 
