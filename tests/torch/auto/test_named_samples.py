@@ -42,6 +42,25 @@ class Means(Model):
         return 0.5 * functional.mse_loss(output, target) + output.abs().mean() / 3
 
 
+class HalfMeans(Model):
+    def forward(self, x, labels=None):
+        return self.layers(x)[:4].square().mean() + 0.0 * labels.to(x.dtype).mean()
+
+
+class FirstMeans(Model):
+    def forward(self, x, labels=None):
+        output = self.layers(x)
+        return (output - output[0]).square().mean() + 0.0 * labels.to(x.dtype).mean()
+
+
+class JoinedMeans(Model):
+    def forward(self, x, labels=None):
+        output = self.layers(x)
+        return (
+            torch.cat([output[:4], 2 * output[4:]]).abs().mean() + 0.0 * labels.to(x.dtype).mean()
+        )
+
+
 def batches():
     torch.manual_seed(1)
     return [{"labels": torch.arange(8) % 5, "x": torch.randn(8, 8)} for _ in range(2)]
@@ -101,16 +120,17 @@ def test_means_that_a_model_returns_are_those_of_micro_batches():
         assert found == pytest.approx(alone(Means), rel=1e-6)
 
 
-def own_loss_in_stages():
+def own_loss_in_stages(kind):
     try:
-        trained(MESHES["pp"], has_loss=True)
+        trained(MESHES["pp"], has_loss=True, kind=kind)
     except ModelError as error:
         return error.message
 
 
-def test_the_loss_of_a_model_in_micro_batches_of_a_plan_is_refused():
-    """Its operators do not tell over how many targets it is a mean."""
-    for said in run_warm(own_loss_in_stages, 2):
+@pytest.mark.parametrize("kind", [Model, HalfMeans, FirstMeans, JoinedMeans])
+def test_the_loss_of_a_model_in_micro_batches_of_a_plan_is_refused(kind):
+    """Its operators do not tell over how many targets it is a mean, or it is of some samples."""
+    for said in run_warm(own_loss_in_stages, 2, kind):
         assert said == (
             "parallel.mode: auto runs a model that returns its loss on 2 micro-batches, and does "
             "not know how their losses make that of the batch"

@@ -8,6 +8,7 @@ nothing has to run.
 from __future__ import annotations
 
 import operator
+import sys
 from collections.abc import Callable, Collection, Mapping, Sequence
 from typing import Any
 
@@ -30,6 +31,9 @@ _OF_ELEMENTS = {"mse_loss": 2, "l1_loss": 2, "smooth_l1_loss": 2, "huber_loss": 
 _MEAN = 1
 _KEEPING = ("alias", "clone", "to", "view", "neg", "detach")
 _LINEAR = ("add", "sub", "mul", "div")
+# What takes or moves indices of one dim, the second argument, which is the first dim unless given.
+_TAKING = frozenset(["slice", "select", "narrow", "unbind", "index_select", "gather", "index"])
+_TAKING |= {"chunk", "split", "split_with_sizes", "tensor_split", "cat", "stack", "flip", "roll"}
 # A step, and which of its results.
 _Key = tuple[str, int]
 
@@ -63,14 +67,33 @@ def are_means(graph: fx.Graph, names: Collection[str]) -> bool:
     """Return whether all numbers among the values `names` of a graph are means of their parts'.
 
     They are means over elements, of which equal parts have equally many, and what is linear in such
-    means.  A cross entropy is none: the targets that it ignores are seen in values alone.
+    means.  A cross entropy is none: the targets that it ignores are seen in values alone.  Nor is
+    what depends on indices of the first dim, which may be those of samples.
     """
-    return all(
-        _is_mean(node)
-        for node in graph.nodes
-        if node.name in names and isinstance(node.meta.get("val"), Tensor)
-        if not node.meta["val"].dim()
-    )
+    if any(_takes_samples(node) for node in graph.nodes if node.op == "call_function"):
+        return not any(_is_number(node) for node in graph.nodes if node.name in names)
+    return all(_is_mean(node) for node in graph.nodes if node.name in names and _is_number(node))
+
+
+def _is_number(node: fx.Node) -> bool:
+    value = node.meta.get("val")
+    return isinstance(value, Tensor) and not value.dim()
+
+
+def _takes_samples(node: fx.Node) -> bool:
+    """Return whether a step takes or moves indices of the first dim, or of several."""
+    if _name(node) not in _TAKING:
+        return False
+    if _name(node) in ("index", "flip", "roll"):
+        return True
+    if _name(node) in ("split", "split_with_sizes", "chunk", "tensor_split"):
+        return not (*node.args[2:], node.kwargs.get("dim", 0))[0]
+    if _name(node) == "slice":
+        # All of a dim, as in `x[:, 1:]`: an end that is as large in the sample has another meaning.
+        start, end = [*node.args[2:4], None, None][:2]
+        if not start and end in (None, sys.maxsize):
+            return False
+    return not (*node.args[1:], node.kwargs.get("dim", 0))[0]
 
 
 def _is_mean(node: Any) -> bool:
