@@ -207,7 +207,8 @@ class WritesResult(Block):
     def forward(self, x: Tensor) -> Tensor:
         """Return as many values as came."""
         added: Tensor = self.down(torch.relu_(self.up(x)))
-        added += x
+        if self.has_residual:
+            added += x
         return added
 
 

@@ -54,6 +54,7 @@ _WIDE_GAP = 1e-5
 _BLOCKS_MAX = 3
 
 _PLAN = [{"match": "*.up", "style": "colwise"}, {"match": "*.down", "style": "rowwise"}]
+_HEAD = [{"match": "head", "style": "colwise"}]
 _PIPELINE = {"stages": "auto", "microbatches": 2}
 _RECOMPUTE = {"recompute": {"modules": ["blocks.0", "blocks.1"]}}
 # name -> ranks, configuration.
@@ -76,7 +77,9 @@ CONFIGS: dict[str, tuple[int, dict[str, Any]]] = {
     "tp by name": (2, {"mesh": {"tp": 2}, "plan": "auto_tp"}),
     "tp, recompute": (2, {"mesh": {"tp": 2}, "plan": _PLAN} | _RECOMPUTE),
     "tp, accumulate": (2, {"mesh": {"tp": 2}, "plan": _PLAN, "accumulate": 2}),
+    "tp of all": (2, {"mesh": {"tp": 2}, "plan": [*_PLAN, *_HEAD]}),
     "tp, dp": (4, {"mesh": {"dp": 2, "tp": 2}, "plan": _PLAN}),
+    "tp of all, dp": (4, {"mesh": {"dp": 2, "tp": 2}, "plan": [*_PLAN, *_HEAD]}),
     "tp, zero 1": (
         4,
         {"mesh": {"dp": 2, "tp": 2}, "plan": _PLAN, "optimizer": {"zero": 1}},

@@ -104,6 +104,13 @@ def _to_buffers(model: nn.Module) -> None:
     head.register_buffer("bias", bias)
 
 
+def _without_residuals(model: nn.Module) -> None:
+    """Let nothing pass by the layers of a plan."""
+    for module in model.modules():
+        if hasattr(module, "has_residual"):
+            module.has_residual = False  # type: ignore[assignment]  # torch knows modules alone
+
+
 BEFORE: dict[str, Callable[[nn.Module], Any]] = {
     "forward hook": lambda model: _first(model).register_forward_hook(_halve),
     "forward pre-hook": lambda model: _first(model).register_forward_pre_hook(
@@ -135,6 +142,7 @@ BEFORE: dict[str, Callable[[nn.Module], Any]] = {
     "norms with hooks": _old_norms,
     "buffer for a bias": _to_buffers,
     "copied block": lambda model: setattr(model.blocks, "0", copy.deepcopy(_first(model))),
+    "no residuals": _without_residuals,
     "compiled block": lambda model: _first(model).compile(backend="eager"),
 }
 

@@ -8,7 +8,8 @@ result from a part cannot be turned into that of the whole.
 What `rt.step` does.  Hooks are off during forward and backward (`suspended`).  Once gradients are
 reduced, `run` calls them: with the whole gradient, which is gathered for parameters that have a
 hook, and after accumulation with the parameter, as torch does.  The dicts in which torch keeps
-hooks stay in place, so handles that remove hooks work.
+hooks stay in place, so handles that remove hooks work.  A gradient by such a parameter that a loss
+takes by itself would have its hook run at once, so `_OwnGradients` refuses it.
 
 A plain loop calls backward itself, so hooks run inside it, too early.  The reductions then refuse
 them by name (`check`), before any weight has changed.  With ZeRO torch itself runs hooks after
@@ -30,6 +31,7 @@ from typing import TYPE_CHECKING, Any
 import torch
 from torch import Tensor, nn
 from torch.nn import Parameter
+from torch.overrides import TorchFunctionMode
 
 from msrun.errors import ModelError
 from msrun.parallel import torch_compat
@@ -120,6 +122,7 @@ class ParameterHooks:
         if not self._can_run:
             refuse([name for name, param in self._named if any(of_script(param))])
         taken: list[tuple[Hooks, Hooks]] = []
+        run_early: dict[int, str] = {}
         for name, param in self._named:
             if not torch_compat.has_gradient_hooks(param):
                 continue
@@ -127,11 +130,14 @@ class ParameterHooks:
             taken += own
             if any(found for _, found in own):
                 self._due.append((name, param))
+            if own[0][1]:
+                run_early[id(param)] = name
         for hooks, found in taken:
             for key in found:
                 del hooks[key]
         try:
-            yield
+            with _OwnGradients(run_early):
+                yield
         finally:
             for hooks, found in taken:
                 hooks.update(found)
@@ -152,6 +158,40 @@ class ParameterHooks:
                     f"the gradient hook of {name} mixes whole and sharded tensors: {error}",
                     hint="call full_tensor() of a sharded parameter in the hook",
                 ) from None
+
+
+class _OwnGradients(TorchFunctionMode):
+    """Refuses gradients by parameters whose hooks one process runs on them at once.
+
+    Args:
+        names: Of these parameters, by the id of each.
+    """
+
+    def __init__(self, names: Mapping[int, str]) -> None:
+        super().__init__()
+        self._names = names
+
+    def __torch_function__(
+        self,
+        func: Callable[..., Any],
+        types: Iterable[type],
+        args: tuple[Any, ...] = (),
+        kwargs: dict[str, Any] | None = None,
+    ) -> Any:
+        del types
+        if func is torch.autograd.grad:
+            self._check(*args, **(kwargs or {}))
+        return func(*args, **(kwargs or {}))
+
+    def _check(self, outputs: Any, inputs: Any, *others: Any, **options: Any) -> None:
+        del outputs, others, options
+        for tensor in (inputs,) if isinstance(inputs, Tensor) else inputs:
+            if name := self._names.get(id(tensor)):
+                raise ModelError(
+                    f"a loss takes a gradient by {name}, which has a gradient hook: one process "
+                    "runs the hook on that gradient too, and rt.step on reduced gradients alone",
+                    hint="remove the hook, or compute the term without torch.autograd.grad",
+                )
 
 
 def _run(param: Any, before: Iterable[Any], after: Iterable[Any]) -> None:

@@ -33,6 +33,7 @@ from torch.overrides import TorchFunctionMode
 
 from msrun.errors import ModelError
 from msrun.parallel.config import ROOT
+from msrun.parallel.local import is_sharded
 from msrun.parallel.losses.batch import tensors_in
 from msrun.parallel.losses.calls.marks import Known, Mark, Mixture, Outcome, TorchCall
 from msrun.parallel.losses.calls.orders import ORDERING
@@ -46,15 +47,18 @@ from msrun.parallel.losses.pairs.input_pairs import (
 from msrun.parallel.losses.rows import RowsWatch, takes_by
 from msrun.parallel.losses.sample_dims import PROPERTIES
 from msrun.parallel.losses.torch_calls import KEEPING, name_of, script_line
-from msrun.parallel.torch_compat import passes_straight, write_count
+from msrun.parallel.torch_compat import local_tensor, passes_straight, write_count
 
 # Attributes of tensors: the number of the watch, how often it was written, and what is known; and
 # of integers that every micro-batch gets whole, or what is computed from these.
 _MARK, _MIXTURE, _WHOLE = "msrun_samples", "msrun_mixture", "msrun_whole"
 _ORDER = "msrun_sample_order"  # of indices
 _watches, _orders = watch_numbers(), itertools.count(1)
-# Nodes of functions that return what they get: of `fully_shard`, and of torch's reducer.
+# Nodes of functions that return what they get: of `fully_shard`, of torch's reducer, and of tensors
+# that become a DTensor, another or none.
 _PASSING = frozenset(["RegisterPostBackwardFunctionBackward", "_DDPSinkBackward"])
+_PASSING |= {"_FromTorchTensorBackward", "RedistributeBackward", "_ToTorchTensorBackward"}
+_PASSING |= {"_OnMeshBackward", "_GatheredBackward", "_PartOfBackward", "_OwnedBackward"}
 _HINT = (
     f"`{ROOT}: {{verify: first_step}}` compares the step with one process instead, and "
     f"`{ROOT}: {{batch_norm: local}}` accepts statistics of each part"
@@ -248,10 +252,17 @@ class SampleWatch(TorchFunctionMode):
     def _mark(self, tensor: Tensor) -> Mark | None:
         if isinstance(tensor, Parameter) or tensor.is_inference():
             return None
-        noted = getattr(tensor, _MARK, None) or _carried(tensor)
-        if noted is None or noted[:2] != (self._number, write_count(tensor)):
+        noted = getattr(tensor, _MARK, None)
+        if noted is not None:
+            is_current = noted[:2] == (self._number, write_count(tensor))
+            return Mark(*noted[2:]) if is_current else None
+        number, _, *known = _carried(tensor) or (None, 0)
+        if number != self._number:
             return None
-        return Mark(*noted[2:])
+        mark = Mark(*known)
+        # Of an image or a DTensor, a part may have some of the samples.
+        is_whole = mark.dim is None or tensor.shape[mark.dim : mark.dim + 1] == (self.samples,)
+        return mark if is_whole else None
 
     def _mixture(self, tensor: Tensor) -> Mixture | None:
         number, *noted = getattr(tensor, _MIXTURE, (None,))
@@ -338,12 +349,15 @@ def _metadata(node: Any) -> dict[Any, Any]:
 
 
 def _carried(tensor: Tensor) -> Any:
-    """Return what was noted of a tensor that ZeRO or the reducer passed on in one of its own."""
-    node = tensor.grad_fn
-    if node is None or node.name() not in _PASSING or tensor.output_nr >= len(node.next_functions):
-        return None
-    before, place = node.next_functions[tensor.output_nr]
-    return _metadata(before).get((_MARK, place)) if before else None
+    """Return what was noted of a tensor that was passed on in another one."""
+    node, place = tensor.grad_fn, tensor.output_nr
+    while node and node.name() in _PASSING and place < len(node.next_functions):
+        node, place = node.next_functions[place]
+        if node and (noted := _metadata(node).get((_MARK, place))):
+            return noted
+    if node is None and is_sharded(tensor):  # of the batch, or computed from it alone
+        return getattr(local_tensor(tensor), _MARK, None)
+    return None
 
 
 def _tensors(values: Iterable[Any]) -> Iterator[Tensor]:

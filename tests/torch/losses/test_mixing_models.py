@@ -28,6 +28,7 @@ pytestmark = pytest.mark.torch
 
 SAMPLES = 4
 NOTICED = MIXING | BY_POSITION | BY_ORDER
+LAYERS = {"up": "col", "down": "row"}
 
 
 class Network(nn.Module):
@@ -262,3 +263,46 @@ def saved(config, *, has_loss):
 @pytest.mark.parametrize("has_loss", [True, False], ids=["loss function", "own loss"])
 def test_tensors_that_a_step_looked_at_are_saved_without_classes_of_ours(has_loss):
     assert run_warm(partial(saved, has_loss=has_loss), 2, {}) == [8, 8]
+
+
+class Straight(nn.Module):
+    """Two layers without a residual, the first of which is written."""
+
+    def __init__(self):
+        super().__init__()
+        self.up, self.down = nn.Linear(WIDTH, 2 * WIDTH), nn.Linear(2 * WIDTH, WIDTH)
+
+    def forward(self, x):
+        return self.down(self.up(x).relu_())
+
+
+def said_of(functions, config):
+    """Return what is said of a step for each function between two layers."""
+    rt = msrun.init(config)
+    said = []
+    for between in functions:
+        torch.manual_seed(0)
+        network = Network(between)
+        network.first = Straight()
+        model = rt.shard(network)
+        optimizer = rt.optimizer(torch.optim.SGD(model.parameters(), lr=0.1))
+        x, target = batch(2 * SAMPLES)
+        try:
+            rt.step(model, optimizer, {"x": x, "target": target})
+            said.append("")
+        except ModelError as error:
+            said.append(error.message)
+    rt.close()
+    return said
+
+
+@pytest.mark.parametrize("functions", [NOTICED, RIGHT], ids=["noticed", "right"])
+def test_layers_of_a_plan_keep_what_is_known_of_samples(functions):
+    """Tensors become DTensors, others and none, and are written by layers in place."""
+    plan = [{"match": f"first.{name}", "style": f"{style}wise"} for name, style in LAYERS.items()]
+    config = {"accumulate": 2}
+
+    said, _ = run_warm(said_of, 2, list(functions), config | {"mesh": {"tp": 2}, "plan": plan})
+
+    assert said == run_warm(said_of, 1, list(functions), config)[0]
+    assert all(said) == (functions is NOTICED)
