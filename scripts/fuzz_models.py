@@ -197,8 +197,12 @@ def _no_case_of_parts(case: Case) -> str:
         return "a loop of parts has the statistics of each"
     if case.has("momentum copy", "buffer counter", "buffer average"):
         return "a loop of parts changes what forward writes in each"
-    if _data_ranks(CONFIGS[case.config][1]) == 1 and case.has(*_GRADIENT_HOOKS):
+    is_alone = _data_ranks(CONFIGS[case.config][1]) == 1
+    if is_alone and case.has(*_GRADIENT_HOOKS):
         return "one data-parallel rank is as plain torch, which runs a hook in each backward pass"
+    is_mean = case.has("mean") and not any(q.startswith("gradient penalty") for q in case.quirks)
+    if is_alone and case.loop.is_plain and not is_mean:
+        return "one data-parallel rank is as plain torch, which has the loss of each part"
     return ""
 
 

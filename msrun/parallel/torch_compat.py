@@ -730,6 +730,8 @@ def dispatching(handle: Callable[..., Any]) -> AbstractContextManager[Any]:
     from torch.utils._python_dispatch import TorchDispatchMode
 
     class Mode(TorchDispatchMode):
+        is_ours = True
+
         def __torch_dispatch__(
             self, func: Any, types: Any, args: Any = (), kwargs: Any = None
         ) -> Any:
@@ -933,6 +935,15 @@ def checkpointed() -> object | None:
 def is_dispatching() -> bool:
     """Return whether operators that are called now go to some dispatch mode."""
     return int(torch._C._len_torch_dispatch_stack()) > 0  # noqa: SLF001 - no public form
+
+
+def is_tracing() -> bool:
+    """Return whether operators go to a dispatch mode that is none of `dispatching`."""
+    if not is_dispatching():
+        return False
+    from torch.utils._python_dispatch import _get_current_dispatch_mode_stack
+
+    return any(not getattr(mode, "is_ours", False) for mode in _get_current_dispatch_mode_stack())
 
 
 def written_arguments(operator: Any) -> tuple[list[int], list[str]]:

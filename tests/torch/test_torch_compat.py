@@ -67,6 +67,7 @@ from msrun.parallel.torch_compat import (
     is_in_backward,
     is_of_compiler,
     is_step_of_scheduler,
+    is_tracing,
     is_transforming,
     join_axes,
     joined,
@@ -255,6 +256,12 @@ def test_is_dispatching():
     assert not is_dispatching()
     with Counted():
         assert is_dispatching()
+        assert is_tracing()
+    with dispatching(lambda func, _, args, kwargs: func(*args, **kwargs)):
+        assert is_dispatching()
+        assert not is_tracing()
+        with Counted():
+            assert is_tracing()
     assert not is_dispatching()
 
 

@@ -13,7 +13,7 @@ from collections.abc import Iterator
 
 _BITS = 62
 # Nodes of functions that return what they get in new tensors, without notes: of `fully_shard`,
-# torch's reducer, DTensor, and `tensor.placements` in place of it.
+# torch's reducer, DTensor, `tensor.placements` in place of it, and `tensor.hooks`.
 PASSING = frozenset(
     [
         "RegisterPostBackwardFunctionBackward",
@@ -24,6 +24,7 @@ PASSING = frozenset(
         "_OnMeshBackward",
         "_PartOfBackward",
         "_GatheredBackward",
+        "_OwnedBackward",
     ]
 )
 

@@ -309,10 +309,43 @@ def _joined(call: TorchCall) -> Outcome:
 def _split(call: TorchCall) -> Outcome:
     """Parts along one dim."""
     mark = _own(call)
-    at = call.value(2, "dim", 0)
+    at = call.value(1, "dim") if call.name == "narrow" else call.value(2, "dim", 0)
     if mark is None or mark.dim is None:
         return mark
     return mark if isinstance(at, int) and at % call.x.dim() != mark.dim else None
+
+
+def _one_of_dim(call: TorchCall) -> Outcome:
+    """`select` and `unbind`: the results have one dim less."""
+    mark = _own(call)
+    if mark is None or mark.dim is None:
+        return mark
+    at = call.value(1, "dim", 0) % call.x.dim()
+    return Mark(mark.dim - (at < mark.dim), mark.statistic) if at != mark.dim else None
+
+
+def _gated(call: TorchCall) -> Outcome:
+    """`glu`: a product of the halves of a dim."""
+    mark = _own(call)
+    if mark is None:
+        return None
+    if mark.statistic:
+        return Mixture(mark.statistic)
+    return mark if call.value(1, "dim", -1) % call.x.dim() != mark.dim else None
+
+
+def _padded(call: TorchCall) -> Outcome:
+    """More values at the ends of the last dims."""
+    mark = _own(call)
+    if mark is None or mark.dim is None:
+        return mark
+    return mark if mark.dim < call.x.dim() - len(call.value(1, "pad")) // 2 else None
+
+
+def _collected(call: TorchCall) -> Outcome:
+    """A collective: of a layer of a plan, unless a script adds up statistics of all ranks."""
+    mark = _own(call)
+    return mark if mark and not mark.statistic and call.result.shape == call.x.shape else None
 
 
 def _taken(call: TorchCall) -> Outcome:
@@ -346,6 +379,21 @@ _PLAIN = (int, slice, type(...))
 _BROADCASTING = (_elementwise, _product, _quotient)
 
 
+_ACTIVATIONS = """
+relu relu6 gelu silu tanh sigmoid logsigmoid softplus leaky_relu elu selu mish hardtanh hardswish
+hardsigmoid celu softsign softshrink hardshrink tanhshrink threshold prelu
+"""
+_CURVES = """
+exp log log1p expm1 log2 sqrt rsqrt square pow __pow__ __ipow__ abs absolute __abs__ reciprocal
+sin cos tan asin acos atan sinh cosh asinh acosh atanh erf erfc erfinv sinc logit sign sgn
+nan_to_num floor ceil round trunc frac
+"""
+_PAIRS = """
+maximum minimum clamp clamp_min clamp_max clip __rtruediv__ xlogy logaddexp hypot atan2 copysign
+fmod remainder float_power
+"""
+
+
 def _rules() -> dict[str, Rule]:
     """Return the rule of each function that is known."""
     found: dict[str, Rule] = {}
@@ -360,10 +408,7 @@ def _rules() -> dict[str, Rule]:
     add(linear, f"__neg__ negative {kept} {dropped}")
     add(_product, "mul multiply __mul__ __rmul__ __imul__")
     add(_quotient, "div divide true_divide __truediv__ __itruediv__")
-    add(curved, "relu relu6 gelu silu tanh sigmoid logsigmoid softplus leaky_relu elu selu mish")
-    add(curved, "hardtanh hardswish hardsigmoid exp log log1p expm1 log2 sqrt rsqrt square pow")
-    add(curved, "__pow__ __ipow__ abs absolute __abs__ reciprocal sin cos erf clamp clamp_min")
-    add(curved, "clamp_max clip __rtruediv__ xlogy maximum minimum")
+    add(curved, f"{_ACTIVATIONS} {_CURVES} {_PAIRS}")
     add(partial(_reduced, kind="mean"), "mean nanmean")
     add(partial(_reduced, kind="sum"), "sum nansum")
     opaque = "std var std_mean var_mean norm vector_norm matrix_norm logsumexp prod quantile mode"
@@ -385,8 +430,11 @@ def _rules() -> dict[str, Rule]:
     add(_permuted, "permute transpose swapaxes t T mT")
     add(_expanded, "expand expand_as broadcast_to")
     add(_joined, "cat concat concatenate stack")
-    add(_split, "chunk split tensor_split")
+    add(_split, "chunk split tensor_split narrow")
+    add(_one_of_dim, "select unbind")
+    add(_collected, "all_reduce wait_tensor _wrap_tensor_autograd.default")
     one = {"linear": _dense, "unsqueeze": _unsqueezed, "squeeze": _squeezed, "__getitem__": _taken}
+    one |= {"glu": _gated, "pad": _padded}
     return found | one | {"scaled_dot_product_attention": _attention}
 
 

@@ -37,7 +37,7 @@ from msrun.parallel.local import is_sharded
 from msrun.parallel.losses.batch import tensors_in
 from msrun.parallel.losses.calls.marks import Known, Mark, Mixture, Outcome, TorchCall
 from msrun.parallel.losses.calls.orders import ORDERING
-from msrun.parallel.losses.notes import watch_numbers
+from msrun.parallel.losses.notes import PASSING, watch_numbers
 from msrun.parallel.losses.pairs.input_pairs import (
     CUT_HINT,
     failure_of,
@@ -54,11 +54,6 @@ from msrun.parallel.torch_compat import local_tensor, passes_straight, write_cou
 _MARK, _MIXTURE, _WHOLE = "msrun_samples", "msrun_mixture", "msrun_whole"
 _ORDER = "msrun_sample_order"  # of indices
 _watches, _orders = watch_numbers(), itertools.count(1)
-# Nodes of functions that return what they get: of `fully_shard`, of torch's reducer, and of tensors
-# that become a DTensor, another or none.
-_PASSING = frozenset(["RegisterPostBackwardFunctionBackward", "_DDPSinkBackward"])
-_PASSING |= {"_FromTorchTensorBackward", "RedistributeBackward", "_ToTorchTensorBackward"}
-_PASSING |= {"_OnMeshBackward", "_GatheredBackward", "_PartOfBackward", "_OwnedBackward"}
 _HINT = (
     f"`{ROOT}: {{verify: first_step}}` compares the step with one process instead, and "
     f"`{ROOT}: {{batch_norm: local}}` accepts statistics of each part"
@@ -229,6 +224,8 @@ class SampleWatch(TorchFunctionMode):
         setattr(tensor, _MARK, noted)
         if tensor.grad_fn:
             _metadata(tensor.grad_fn)[_MARK, tensor.output_nr] = noted
+        elif is_sharded(tensor):  # which goes on in tensors that no node leads back from
+            setattr(local_tensor(tensor), _MARK, noted)
 
     def _leave_order(self, result: Any, given: Sequence[Tensor]) -> None:
         """Note that indices are an order of their own, or that of the indices they are."""
@@ -351,10 +348,12 @@ def _metadata(node: Any) -> dict[Any, Any]:
 def _carried(tensor: Tensor) -> Any:
     """Return what was noted of a tensor that was passed on in another one."""
     node, place = tensor.grad_fn, tensor.output_nr
-    while node and node.name() in _PASSING and place < len(node.next_functions):
+    while node and node.name() in PASSING and place < len(node.next_functions):
         node, place = node.next_functions[place]
         if node and (noted := _metadata(node).get((_MARK, place))):
             return noted
+        if (leaf := getattr(node, "variable", None)) is not None:  # such as of the batch
+            return getattr(leaf, _MARK, None)
     if node is None and is_sharded(tensor):  # of the batch, or computed from it alone
         return getattr(local_tensor(tensor), _MARK, None)
     return None

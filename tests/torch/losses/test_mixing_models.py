@@ -67,6 +67,29 @@ def test_a_model_that_mixes_samples_is_noticed(between):
     assert "verify: first_step" in error.hint
 
 
+# Functions that keep samples apart, on (samples, WIDTH).
+KEEPING = {
+    "prelu": lambda h: functional.prelu(h, torch.tensor([0.1])),
+    "threshold in place": lambda h: functional.threshold_(h.clone(), 0.1, 0.0),
+    "logaddexp": lambda h: torch.logaddexp(h, h),
+    "glu": lambda h: functional.glu(torch.cat([h, h], 1)),
+    "unbind": lambda h: torch.stack([h, h]).unbind(0)[1],
+    "unbind of stacked columns": lambda h: torch.stack(h.unbind(1), 1),
+    "select": lambda h: h.unsqueeze(1).select(1, 0),
+    "narrow": lambda h: torch.cat([h, h], 1).narrow(1, 0, WIDTH),
+    "pad": lambda h: functional.pad(h, (1, 1))[:, 1:-1],
+}
+
+
+@pytest.mark.parametrize("keeps", KEEPING.values(), ids=KEEPING)
+def test_what_keeps_samples_apart_is_followed(keeps):
+    error = noticed(lambda h: normal(keeps(h)))
+
+    assert error is not None
+    assert "a std over samples" in error.message
+    assert noticed(keeps) is None
+
+
 @pytest.mark.parametrize("between", RIGHT, ids=lambda function: function.__name__)
 def test_a_model_that_does_not_is_right(between):
     assert noticed(between) is None

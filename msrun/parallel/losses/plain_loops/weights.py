@@ -46,7 +46,7 @@ from msrun.parallel.torch_compat import (
     eagerly,
     is_compiled,
     is_compiled_in_place,
-    is_dispatching,
+    is_tracing,
     remove_mode,
 )
 
@@ -240,7 +240,7 @@ class _Window(TorchFunctionMode):
     ) -> Any:
         """Run `func`; see the class."""
         kwargs = kwargs or {}
-        if is_dispatching() or not all(issubclass(kind, Tensor) for kind in types):
+        if is_tracing() or not all(issubclass(kind, Tensor) for kind in types):
             return func(*args, **kwargs)  # of a tracer
         if func is Tensor.backward:
             self.has_ended = True
