@@ -1,6 +1,7 @@
 """Models of transformers that return their loss: padding counts as in one process."""
 
 import copy
+import warnings
 
 import pytest
 import torch
@@ -111,6 +112,34 @@ def difference(name, config, prepare=None):
 @pytest.mark.parametrize("name", MODELS)
 def test_padded_texts_train_as_in_one_process(name, config):
     assert run_warm(difference, 2, name, CONFIGS[config]) == [pytest.approx(0, abs=1e-6)] * 2
+
+
+PLANNED = {"mesh": {"dp": 2, "tp": 2}, "plan": "auto_tp"}
+
+
+@pytest.mark.parametrize("name", MODELS)
+def test_padded_texts_train_as_in_one_process_beside_a_plan(name):
+    assert run_warm(difference, 4, name, PLANNED) == [pytest.approx(0, abs=1e-6)] * 4
+
+
+def looped(name, config):
+    """Return what is said of a plain loop on padded texts."""
+    warnings.filterwarnings("ignore", message="msrun: cross_entropy is computed whole")
+    rt = msrun.init(config)
+    model = rt.shard(build(name))
+    update = rt.optimizer(torch.optim.SGD(model.parameters(), lr=0.1))
+    batch = data()[0]
+    share, count = rt.coordinate["dp"], rt.layout.size("dp")
+    model(**{key: tensor.chunk(count)[share] for key, tensor in batch.items()}).loss.backward()
+    with pytest.raises(ModelError) as caught:
+        update.step()
+    return caught.value.message
+
+
+@pytest.mark.parametrize("name", MODELS)
+def test_a_plain_loop_of_a_plan_refuses_padding(name):
+    for said in run_warm(looped, 4, name, PLANNED):
+        assert said.startswith("the loss of this loop divides cross_entropy by ")
 
 
 def recompute(model):
