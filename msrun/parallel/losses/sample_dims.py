@@ -22,6 +22,7 @@ of rows of different inputs that of `pairs.input_pairs`.
 
 from __future__ import annotations
 
+import functools
 from collections.abc import Mapping
 from functools import partial
 from math import prod
@@ -33,15 +34,16 @@ from torch import Tensor
 from msrun.parallel.losses.calls.contractions import CONTRACTIONS, contraction
 from msrun.parallel.losses.calls.extremes import along, extreme, of_extremes
 from msrun.parallel.losses.calls.marks import Known, Mark, Mixture, Outcome, Rule, TorchCall
+from msrun.parallel.losses.calls.writes import written_at_index
 from msrun.parallel.losses.mixing import dims_of
 from msrun.parallel.losses.torch_calls import dim_order, over_samples
 
-__all__ = ["ELEMENTWISE", "PROPERTIES", "Known", "result_of"]
+__all__ = ["PROPERTIES", "Known", "is_elementwise", "result_of"]
 
 
 def result_of(call: TorchCall) -> Outcome:
     """Return what is known of the result of `call`, some of whose arguments have a mark."""
-    rule = _RULES.get(call.name)
+    rule = _RULES.get(call.name) or (_of_elements if is_elementwise(call.name) else None)
     try:
         return of_extremes(call, rule) if rule else None
     except (TypeError, ValueError, IndexError, RuntimeError):
@@ -72,6 +74,12 @@ def _elementwise(call: TorchCall, *, is_linear: bool) -> Outcome:
         # Losses of one number are looked at by `watch`, which knows their counts.
         return Mixture(statistics[0]) if call.result.dim() else None
     return Mark(next(iter(dims), None), next(iter(statistics), ""))
+
+
+def _of_elements(call: TorchCall) -> Outcome:
+    """A function of each element that torch alone knows."""
+    is_number = call.result.is_floating_point() or call.result.is_complex()
+    return _elementwise(call, is_linear=False) if is_number else None
 
 
 def _product(call: TorchCall) -> Outcome:
@@ -342,6 +350,15 @@ def _padded(call: TorchCall) -> Outcome:
     return mark if mark.dim < call.x.dim() - len(call.value(1, "pad")) // 2 else None
 
 
+def _copied(call: TorchCall) -> Outcome:
+    """`copy_`: the first argument is the second one now."""
+    source = call.value(1, "src")
+    mark = call.mark(source) if isinstance(source, Tensor) else None
+    if mark is None or mark.dim is None:
+        return mark
+    return Mark(mark.dim + call.result.dim() - source.dim(), mark.statistic)
+
+
 def _collected(call: TorchCall) -> Outcome:
     """A collective: of a layer of a plan, unless a script adds up statistics of all ranks."""
     mark = _own(call)
@@ -379,21 +396,6 @@ _PLAIN = (int, slice, type(...))
 _BROADCASTING = (_elementwise, _product, _quotient)
 
 
-_ACTIVATIONS = """
-relu relu6 gelu silu tanh sigmoid logsigmoid softplus leaky_relu elu selu mish hardtanh hardswish
-hardsigmoid celu softsign softshrink hardshrink tanhshrink threshold prelu
-"""
-_CURVES = """
-exp log log1p expm1 log2 sqrt rsqrt square pow __pow__ __ipow__ abs absolute __abs__ reciprocal
-sin cos tan asin acos atan sinh cosh asinh acosh atanh erf erfc erfinv sinc logit sign sgn
-nan_to_num floor ceil round trunc frac
-"""
-_PAIRS = """
-maximum minimum clamp clamp_min clamp_max clip __rtruediv__ xlogy logaddexp hypot atan2 copysign
-fmod remainder float_power
-"""
-
-
 def _rules() -> dict[str, Rule]:
     """Return the rule of each function that is known."""
     found: dict[str, Rule] = {}
@@ -403,12 +405,15 @@ def _rules() -> dict[str, Rule]:
 
     linear, curved = (partial(_elementwise, is_linear=flag) for flag in (True, False))
     add(linear, "add __add__ __radd__ __iadd__ sub subtract __sub__ __rsub__ __isub__ rsub neg")
+    add(linear, "real imag")
     dropped = "dropout dropout1d dropout2d dropout3d where masked_fill"
     kept = "to float double half bfloat16 type type_as clone contiguous detach cpu cuda"
     add(linear, f"__neg__ negative {kept} {dropped}")
     add(_product, "mul multiply __mul__ __rmul__ __imul__")
     add(_quotient, "div divide true_divide __truediv__ __itruediv__")
-    add(curved, f"{_ACTIVATIONS} {_CURVES} {_PAIRS}")
+    # Of others torch says that they are pointwise.
+    add(curved, "logsigmoid hardswish softsign tanhshrink prelu absolute complex polar")
+    add(curved, "__pow__ __ipow__ __abs__ __rtruediv__")
     add(partial(_reduced, kind="mean"), "mean nanmean")
     add(partial(_reduced, kind="sum"), "sum nansum")
     opaque = "std var std_mean var_mean norm vector_norm matrix_norm logsumexp prod quantile mode"
@@ -421,7 +426,7 @@ def _rules() -> dict[str, Rule]:
     add(_layer_norm, "layer_norm rms_norm")
     pooled = "max_pool1d max_pool2d avg_pool1d avg_pool2d adaptive_avg_pool1d adaptive_avg_pool2d"
     add(_of_samples, f"conv1d conv2d conv3d group_norm instance_norm batch_norm {pooled}")
-    add(_own, "embedding one_hot")
+    add(_own, "embedding one_hot view_as_real view_as_complex")
     add(_contracted, " ".join(CONTRACTIONS))
     add(_loss, "cross_entropy mse_loss l1_loss smooth_l1_loss huber_loss kl_div")
     add(_loss, "binary_cross_entropy binary_cross_entropy_with_logits gaussian_nll_loss")
@@ -434,12 +439,25 @@ def _rules() -> dict[str, Rule]:
     add(_one_of_dim, "select unbind")
     add(_collected, "all_reduce wait_tensor _wrap_tensor_autograd.default")
     one = {"linear": _dense, "unsqueeze": _unsqueezed, "squeeze": _squeezed, "__getitem__": _taken}
-    one |= {"glu": _gated, "pad": _padded}
+    one |= {"glu": _gated, "pad": _padded, "copy": _copied, "__setitem__": written_at_index}
     return found | one | {"scaled_dot_product_attention": _attention}
 
 
 _RULES = _rules()
-# Functions whose arguments broadcast.
-ELEMENTWISE = {key for key, rule in _RULES.items() if getattr(rule, "func", rule) in _BROADCASTING}
+_ELEMENTWISE = {key for key, rule in _RULES.items() if getattr(rule, "func", rule) in _BROADCASTING}
+
+
+@functools.cache
+def is_elementwise(name: str) -> bool:
+    """Return whether a function computes each element of its result from one of each argument."""
+    if name in _ELEMENTWISE or name in _RULES:
+        return name in _ELEMENTWISE
+    found = [getattr(torch.ops.aten, each, None) for each in (name, f"special_{name}")]
+    overloads = [getattr(packet, each) for packet in found if packet for each in packet.overloads()]
+    return any(torch.Tag.pointwise in overload.tags for overload in overloads)
+
+
 # What attributes of tensors are, as functions.
-PROPERTIES: Mapping[Any, str] = {torch.Tensor.T.__get__: "T", torch.Tensor.mT.__get__: "mT"}  # type: ignore[attr-defined]
+PROPERTIES: Mapping[Any, str] = {
+    getattr(torch.Tensor, name).__get__: name for name in ("T", "mT", "real", "imag")
+}

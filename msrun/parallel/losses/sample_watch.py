@@ -132,13 +132,14 @@ class SampleWatch(TorchFunctionMode):
         wholes = {id(tensor) for tensor in given if self._is_whole(tensor)}
         if not (marks or mixture or wholes):
             return result
-        results = list(_tensors((result,)))
+        results = [args[0]] if name == "__setitem__" else list(_tensors((result,)))
         dims = {number: mark.dim for number, mark in marks.items()}
         if wholes and takes_by(name, args, kwargs, dims, wholes):
             mixture = mixture or Mixture(f"samples by their position{script_line()}", of_parts=True)
         elif wholes and not marks:
             self._leave_whole(results)
-        if results and args and results[0] is args[0] and id(args[0]) not in marks:
+        is_written = results and args and results[0] is args[0]
+        if is_written and id(args[0]) not in marks and args[0].grad_fn is None:
             return result  # a buffer that takes statistics
         orders = {id(tensor): order for tensor in given if (order := self._order(tensor))}
         for tensor in results:

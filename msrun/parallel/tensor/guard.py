@@ -459,6 +459,7 @@ class Guard(TorchFunctionMode):
         # Elsewhere the backward pass would run outside of torch's context, which it needs.
         is_guarded = self.has_loss or not torch.is_grad_enabled()
         if is_plain and is_by_class and is_on_axis and is_guarded:
+            logits = sharded_losses.once(logits)
             with contextlib.nullcontext() if self.has_loss else sharded_losses.by_class():
                 if logits.device_mesh.ndim == 1:
                     return function(logits, target, **options)

@@ -17,6 +17,7 @@ from torch.distributed.tensor.parallel import loss_parallel
 from torch.distributed.tensor.placement_types import Placement
 from torch.nn import functional
 
+from msrun.errors import ModelError
 from msrun.parallel.tensor.labels import summed
 from msrun.parallel.tensor.placements import on_mesh
 from msrun.parallel.tensor.shard_functions import is_even
@@ -36,6 +37,32 @@ def by_class() -> Iterator[None]:
         yield
     finally:
         context.__exit__(None, None, None)
+
+
+class _Once(torch.autograd.Function):
+    """Hands logits on; torch's loss by class has a wrong second derivative."""
+
+    @staticmethod
+    def forward(ctx: Any, logits: Tensor) -> Tensor:
+        del ctx
+        return logits.view_as(logits)
+
+    @staticmethod
+    def backward(ctx: Any, gradient: Tensor) -> Tensor:
+        del ctx
+        if torch.is_grad_enabled():
+            raise ModelError(
+                "the gradient of a cross entropy of logits that ranks share by class cannot be "
+                "differentiated again, as a penalty on gradients does",
+                hint="leave the layer that computes the logits out of the plan",
+            )
+        return gradient
+
+
+def once(logits: DTensor) -> DTensor:
+    """Return `logits`, of whose loss there is one derivative."""
+    found: DTensor = _Once.apply(logits)  # type: ignore[no-untyped-call]  # as torch has it
+    return found
 
 
 def cross_entropy(

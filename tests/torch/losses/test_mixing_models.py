@@ -67,17 +67,58 @@ def test_a_model_that_mixes_samples_is_noticed(between):
     assert "verify: first_step" in error.hint
 
 
+def filled_by_columns(h):
+    output = torch.zeros_like(h)
+    output[:, :2] = h[:, :2]
+    output[..., 2:] = h[:, 2:].square()
+    return output
+
+
+def filled_by_stacks(h):
+    output = h.new_zeros(2, len(h), WIDTH)
+    output[0], output[1, :] = h, 2 * h
+    return output.sum(0)
+
+
+def filled_as_a_whole(h):
+    output = torch.empty_like(h)
+    output.copy_(h)
+    return output
+
+
+def added_to_nothing(h):
+    output = torch.zeros_like(h)
+    output += h
+    return output
+
+
+def with_written_values(h):
+    h = h * 2
+    h[:, 0] = 1.0
+    h[h > 1] = 0.5
+    return h
+
+
 # Functions that keep samples apart, on (samples, WIDTH).
 KEEPING = {
     "prelu": lambda h: functional.prelu(h, torch.tensor([0.1])),
     "threshold in place": lambda h: functional.threshold_(h.clone(), 0.1, 0.0),
     "logaddexp": lambda h: torch.logaddexp(h, h),
+    "sinh": torch.sinh,
+    "erfcx": torch.special.erfcx,
+    "addcmul": lambda h: torch.addcmul(h, h, h),
+    "of complex numbers": lambda h: torch.view_as_real(h * torch.tensor(1j)).sum(-1),
     "glu": lambda h: functional.glu(torch.cat([h, h], 1)),
     "unbind": lambda h: torch.stack([h, h]).unbind(0)[1],
     "unbind of stacked columns": lambda h: torch.stack(h.unbind(1), 1),
     "select": lambda h: h.unsqueeze(1).select(1, 0),
     "narrow": lambda h: torch.cat([h, h], 1).narrow(1, 0, WIDTH),
     "pad": lambda h: functional.pad(h, (1, 1))[:, 1:-1],
+    "filled by columns": filled_by_columns,
+    "filled by stacks": filled_by_stacks,
+    "filled as a whole": filled_as_a_whole,
+    "added to nothing": added_to_nothing,
+    "with written values": with_written_values,
 }
 
 

@@ -25,7 +25,7 @@ from torch import Tensor
 
 from msrun.parallel.losses.calls.marks import Mark, Mixture, Outcome, Rule, TorchCall
 from msrun.parallel.losses.calls.orders import with_order
-from msrun.parallel.losses.sample_dims import ELEMENTWISE, result_of
+from msrun.parallel.losses.sample_dims import is_elementwise, result_of
 from msrun.parallel.losses.torch_calls import of_values, tensors_of
 
 CUT_HINT = (
@@ -153,7 +153,7 @@ def _paired(call: TorchCall) -> Outcome:
 
 def _places(call: TorchCall) -> Iterator[tuple[Mark, int]]:
     """Yield marks of arguments, and where in the result their rows would be."""
-    if call.name in ELEMENTWISE or call.name in _COMPARISONS:
+    if is_elementwise(call.name) or call.name in _COMPARISONS:
         count = call.result.dim()
     elif call.name in _COMPARING:
         count = max(x.dim() for x in call.args[:2])
@@ -330,7 +330,7 @@ def _along(
     if isinstance(found, Mixture) or found is None or not others:
         return found
     # Elementwise with values of each sample, which lie along one of the two dims.
-    return found if call.name in ELEMENTWISE else None
+    return found if is_elementwise(call.name) else None
 
 
 def _may_choose_own(call: TorchCall, x: Tensor, mark: Mark) -> bool:
@@ -341,7 +341,7 @@ def _may_choose_own(call: TorchCall, x: Tensor, mark: Mark) -> bool:
         if not tensors_of([call.args[1]]):
             return False
         return not any(call.mark(index) for index in tensors_of([call.args[1]]))
-    if call.name not in ELEMENTWISE or mark.dim is None or mark.across is None:
+    if not is_elementwise(call.name) or mark.dim is None or mark.across is None:
         return False
     both = (mark.dim - x.dim(), mark.across - x.dim())
     return any(
