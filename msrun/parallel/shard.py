@@ -63,6 +63,7 @@ from msrun.parallel.sharded_model import (
 )
 from msrun.parallel.tensor.plan import ModulePlan, plan_modules
 from msrun.parallel.uneven_rows import rule as rows_rule
+from msrun.parallel.weights.memory import plain_tensors, watch_plain_tensors
 
 # Functions below import `torch.distributed.tensor` only where the configuration needs it: that
 # takes a second, and a rank that was not forked would wait for it.
@@ -144,6 +145,7 @@ def shard_model(config: ParallelConfig, rank: Rank, model: nn.Module, sample: Sa
         _warn_of_no_effect(config)
     resolved = _resolve_plan(config, context, model)
     check_memory(model, is_divided=resolved.divides(context))
+    plain = plain_tensors(model)
     _leave_tables(context, model, resolved)
     weights = None
     if is_deferred := _is_on_meta(model):
@@ -174,6 +176,7 @@ def shard_model(config: ParallelConfig, rank: Rank, model: nn.Module, sample: Sa
         model.written_buffers.is_checked |= config.batch_norm == "local"
         weights = fill.find(model) if is_deferred else None
     state = _make_parallel(context, model, resolved, originals, weights)
+    watch_plain_tensors(plain, model)
     if config.pipeline:
         refuse_hooks(model.divided(), f"{ROOT}.pipeline: no stage calls %s as a whole")  # type: ignore[operator]
     if context.world_size > 1:

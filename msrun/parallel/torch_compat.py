@@ -13,7 +13,7 @@ import logging
 import sys
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import AbstractContextManager, contextmanager, nullcontext, redirect_stderr
-from functools import partial, wraps
+from functools import cache, partial, wraps
 from pathlib import Path
 from types import CodeType, FrameType
 from typing import TYPE_CHECKING, Any, NamedTuple
@@ -944,6 +944,16 @@ def is_tracing() -> bool:
     from torch.utils._python_dispatch import _get_current_dispatch_mode_stack
 
     return any(not getattr(mode, "is_ours", False) for mode in _get_current_dispatch_mode_stack())
+
+
+@cache
+def is_pointwise(name: str) -> bool:
+    """Return whether torch has an operator `name`, or `special_name`, and says it is pointwise."""
+    names = (name, f"special_{name}") if name.isidentifier() and not name.startswith("_") else ()
+    found = [getattr(torch.ops.aten, each, None) for each in names]
+    packets = [each for each in found if isinstance(each, torch._ops.OpOverloadPacket)]  # noqa: SLF001
+    operators = [getattr(packet, each) for packet in packets for each in packet.overloads()]
+    return any(torch.Tag.pointwise in operator.tags for operator in operators)
 
 
 def written_arguments(operator: Any) -> tuple[list[int], list[str]]:

@@ -66,6 +66,7 @@ from msrun.parallel.torch_compat import (
     is_higher_order,
     is_in_backward,
     is_of_compiler,
+    is_pointwise,
     is_step_of_scheduler,
     is_tracing,
     is_transforming,
@@ -250,6 +251,22 @@ def test_a_mode_entered_in_a_node_of_a_backward_ends_with_it():
 
     assert seen == [True, True, False]
     assert (is_in_backward(), is_active(mode)) == (False, False)
+
+
+def test_is_pointwise():
+    names = [
+        "sinh",
+        "addcmul",
+        "erfcx",
+        "cumsum",
+        "softmax",
+        "__eq__",
+        "forward",
+        "name",
+        "",
+        "a.b",
+    ]
+    assert [name for name in names if is_pointwise(name)] == ["sinh", "addcmul", "erfcx"]
 
 
 def test_is_dispatching():

@@ -22,7 +22,6 @@ of rows of different inputs that of `pairs.input_pairs`.
 
 from __future__ import annotations
 
-import functools
 from collections.abc import Mapping
 from functools import partial
 from math import prod
@@ -37,6 +36,7 @@ from msrun.parallel.losses.calls.marks import Known, Mark, Mixture, Outcome, Rul
 from msrun.parallel.losses.calls.writes import written_at_index
 from msrun.parallel.losses.mixing import dims_of
 from msrun.parallel.losses.torch_calls import dim_order, over_samples
+from msrun.parallel.torch_compat import is_pointwise
 
 __all__ = ["PROPERTIES", "Known", "is_elementwise", "result_of"]
 
@@ -231,8 +231,9 @@ def _picked(call: TorchCall) -> Outcome:
     mark = call.mark(source)
     if mark is None or mark.dim is None or dim % source.dim() != mark.dim:
         return None
-    at = slice(mark.dim, mark.dim + 1)
-    return None if call.result.shape[at] == source.shape[at] else call.mixture(call.name)
+    kept, given = call.result.shape[mark.dim : mark.dim + 1], source.shape[mark.dim]
+    # All are in another order; but of one sample, others may have been left out.
+    return None if kept == (given,) and given > 1 else call.mixture(call.name)
 
 
 def _chosen(call: TorchCall) -> Outcome:
@@ -447,14 +448,11 @@ _RULES = _rules()
 _ELEMENTWISE = {key for key, rule in _RULES.items() if getattr(rule, "func", rule) in _BROADCASTING}
 
 
-@functools.cache
 def is_elementwise(name: str) -> bool:
     """Return whether a function computes each element of its result from one of each argument."""
     if name in _ELEMENTWISE or name in _RULES:
         return name in _ELEMENTWISE
-    found = [getattr(torch.ops.aten, each, None) for each in (name, f"special_{name}")]
-    overloads = [getattr(packet, each) for packet in found if packet for each in packet.overloads()]
-    return any(torch.Tag.pointwise in overload.tags for overload in overloads)
+    return is_pointwise(name)
 
 
 # What attributes of tensors are, as functions.

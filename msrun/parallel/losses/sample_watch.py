@@ -174,7 +174,8 @@ class SampleWatch(TorchFunctionMode):
         """Note what is known of a result, of which some argument may have a `mixture` already."""
         if isinstance(outcome, Mark):
             self._leave(tensor, outcome)
-        elif outcome and (self.samples > 1 or outcome.hint):  # any dim of one may have one sample
+        elif outcome and (self.samples > 1 or self.parts > 1 or outcome.hint):
+            # Any dim of one may have the one sample of a batch that nothing cuts.
             mixture = mixture or outcome
         if mixture and tensor.grad_fn:
             self._found.append((mixture, node_of(tensor.grad_fn, tensor.output_nr)))
