@@ -577,6 +577,7 @@ def _watch_unit(
         if group.reduce_grads:
             names = [p._param_fqn for p in group.fsdp_params if _has_gradient(p)]  # noqa: SLF001
             reduced(names)
+        _place_gradients(group)
         post_backward(*unused)
 
     def plain_wait_for_unshard() -> None:
@@ -593,6 +594,17 @@ def _watch_unit(
     group.unshard, group.post_backward = watched_unshard, watched_post_backward
     group.post_forward = watched_post_forward
     group.pre_backward, group.wait_for_unshard = watched_pre_backward, plain_wait_for_unshard
+
+
+def _place_gradients(group: Any) -> None:
+    """Put gradients that a penalty on parameters left where the parameters are.
+
+    torch leaves that of one element whole on all ranks, and `fully_shard` adds to it by shards.
+    """
+    for param in (each.sharded_param for each in group.fsdp_params):
+        gradient = param.grad
+        if gradient is not None and gradient.placements != param.placements:
+            param.grad = gradient.redistribute(placements=param.placements)
 
 
 def has_raised_pass(model: FSDPModule) -> bool:
