@@ -885,6 +885,11 @@ def _watches() -> list[Any]:
     return [mode for mode in modes if getattr(mode, "is_watch", False)]
 
 
+def is_watched() -> bool:
+    """Return whether a function mode is active that only watches."""
+    return bool(_watches())
+
+
 @contextmanager
 def _unwatched() -> Iterator[None]:
     """Leave function modes that only watch."""

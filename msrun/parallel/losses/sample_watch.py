@@ -37,7 +37,7 @@ from msrun.parallel.local import is_sharded
 from msrun.parallel.losses.batch import tensors_in
 from msrun.parallel.losses.calls.marks import Known, Mark, Mixture, Outcome, TorchCall
 from msrun.parallel.losses.calls.orders import ORDERING
-from msrun.parallel.losses.notes import PASSING, watch_numbers
+from msrun.parallel.losses.notes import PASSING, source_of, watch_numbers
 from msrun.parallel.losses.pairs.input_pairs import (
     CUT_HINT,
     failure_of,
@@ -350,13 +350,17 @@ def _metadata(node: Any) -> dict[Any, Any]:
 def _carried(tensor: Tensor) -> Any:
     """Return what was noted of a tensor that was passed on in another one."""
     node, place = tensor.grad_fn, tensor.output_nr
-    while node and node.name() in PASSING and place < len(node.next_functions):
+    while node:
+        if (source := source_of(node)) is not None:
+            return getattr(source, _MARK, None) or _carried(source)
+        if node.name() not in PASSING or place >= len(node.next_functions):
+            return None
         node, place = node.next_functions[place]
         if node and (noted := _metadata(node).get((_MARK, place))):
             return noted
         if (leaf := getattr(node, "variable", None)) is not None:  # such as of the batch
             return getattr(leaf, _MARK, None)
-    if node is None and is_sharded(tensor):  # of the batch, or computed from it alone
+    if is_sharded(tensor) and tensor.grad_fn is None:  # of the batch, or computed from it alone
         return getattr(local_tensor(tensor), _MARK, None)
     return None
 

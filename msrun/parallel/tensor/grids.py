@@ -23,6 +23,7 @@ from torch.overrides import TorchFunctionMode
 from msrun.errors import ModelError
 from msrun.parallel import torch_compat
 from msrun.parallel.collectives import all_gather, reduce_scatter
+from msrun.parallel.losses.notes import hand_on
 from msrun.parallel.notation.grids import Product
 from msrun.parallel.tensor.interleaved import Placing
 from msrun.parallel.tensor.placements import on_mesh, part_of
@@ -60,7 +61,10 @@ class GridProduct:
     def __call__(self, x: Tensor) -> DTensor:
         """Return the output, in the layout of the plan."""
         with torch_compat.unseen_by(self._guard):
-            return self._multiply(x)
+            result = self._multiply(x)
+        if torch_compat.is_watched():
+            hand_on(x, result)
+        return result
 
     def _multiply(self, x: Tensor) -> DTensor:
         product, mesh = self._product, self._mesh

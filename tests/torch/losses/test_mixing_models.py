@@ -28,7 +28,6 @@ pytestmark = pytest.mark.torch
 
 SAMPLES = 4
 NOTICED = MIXING | BY_POSITION | BY_ORDER
-LAYERS = {"up": "col", "down": "row"}
 
 
 class Network(nn.Module):
@@ -360,13 +359,28 @@ def said_of(functions, config):
     return said
 
 
+def rules(styles, **options):
+    return [{"match": f"first.{name}", "style": style, **options} for name, style in styles.items()]
+
+
 @pytest.mark.parametrize("functions", [NOTICED, RIGHT], ids=["noticed", "right"])
 def test_layers_of_a_plan_keep_what_is_known_of_samples(functions):
     """Tensors become DTensors, others and none, and are written by layers in place."""
-    plan = [{"match": f"first.{name}", "style": f"{style}wise"} for name, style in LAYERS.items()]
+    plan = rules({"up": "colwise", "down": "rowwise"})
     config = {"accumulate": 2}
 
     said, _ = run_warm(said_of, 2, list(functions), config | {"mesh": {"tp": 2}, "plan": plan})
 
     assert said == run_warm(said_of, 1, list(functions), config)[0]
     assert all(said) == (functions is NOTICED)
+
+
+def test_layers_on_a_grid_keep_what_is_known_of_samples():
+    """Parameters that a layer reads are no results of another micro-batch, either."""
+    plan = rules({"up": "2d", "down": "2d"}, axes=["x", "y"])
+    config = {"accumulate": 2, "mesh": {"x": 2, "y": 2}, "plan": plan}
+
+    (said, nothing), *_ = run_warm(said_of, 4, [normal, torch.relu], config)
+
+    assert "a std over samples" in said
+    assert not nothing
