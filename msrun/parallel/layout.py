@@ -250,7 +250,6 @@ def _check_context(config: ParallelConfig, layout: MeshLayout) -> None:
             f"after {DATA_AXIS}"
         )
     others = {
-        f"{ROOT}.pipeline": config.pipeline is not None,
         f"{ROOT}.dropout: exact": config.dropout == "exact",
         f"{ROOT}.verify": bool(config.verify),
         f"{ROOT}.reduce.op: sum": config.reduce.op == "sum",

@@ -668,7 +668,7 @@ def _divide_sequences(
         return None
     from msrun.parallel.context.apply import divide
 
-    return divide(*found, context.sequence, model)
+    return divide(*found, context.sequence, model, is_pipeline=config.pipeline is not None)
 
 
 def _shard_operators(

@@ -121,12 +121,13 @@ def learned(config, name, texts, uses_cache):
     """Return losses and weights after steps on the same texts."""
     with msrun.init(config) as rt:
         torch.manual_seed(3)
-        model = rt.shard(MODELS[name]().double())
-        optimizer = rt.optimizer(torch.optim.SGD(model.parameters(), lr=0.1, momentum=0.9))
         ranks, rank = rt.layout.size("dp"), rt.coordinate.get("dp", 0)
         given = {key: tensor for key, tensor in texts.items() if tensor is not None}
         part = {key: tensor.tensor_split(ranks)[rank] for key, tensor in given.items()}
         part["use_cache"] = uses_cache
+        sample = part if "pipeline" in config else None
+        model = rt.shard(MODELS[name]().double(), sample=sample)
+        optimizer = rt.optimizer(torch.optim.SGD(model.parameters(), lr=0.1, momentum=0.9))
         losses = [rt.step(model, optimizer, part) for _ in range(3)]
         weights = {key: full_tensor(p.detach()) for key, p in model.named_parameters()}
         return torch.stack(losses), weights
@@ -145,6 +146,49 @@ def test_parts_of_packed_documents_equal_whole_texts(name, uses_cache):
             torch.testing.assert_close(found, losses, rtol=0, atol=4e-6)
             for key, weight in weights.items():
                 torch.testing.assert_close(after[key], weight, rtol=0, atol=1e-6)
+
+
+def staged(schedule="1f1b", microbatches=2, rule=RULE, **more):
+    return {
+        "mesh": {"pp": 2, "cp": 2},
+        "plan": [rule],
+        "pipeline": {"stages": "auto", "schedule": schedule, "microbatches": microbatches},
+        **more,
+    }
+
+
+LAYERS = {"recompute": {"modules": ["model.layers.*"]}}
+STAGED = {
+    "Llama": [(4, staged()), (4, staged("zbv", 4, optimizer={"zero": 1}, **LAYERS))],
+    "GPT-2": [(4, staged("gpipe", 4, {**RULE, "kind": "ring"}))],
+    "Llama, checkpointed": [
+        (4, staged("interleaved", 4, {**RULE, "kind": "ring"})),
+        (8, staged(mesh={"pp": 2, "cp": 2, "tp": 2}, plan=["auto_tp", RULE])),
+    ],
+}
+TEXTS = {
+    "whole": batch(is_padded=False),
+    "padded": batch(is_padded=True),
+    "packed": packed(),
+}
+
+
+@pytest.mark.parametrize("uses_cache", [False])
+@pytest.mark.parametrize("kind", TEXTS)
+@pytest.mark.parametrize("name", STAGED)
+def test_stages_with_parts_of_texts_equal_whole_texts(name, kind, uses_cache):
+    given = name, TEXTS[kind], uses_cache
+    losses, weights = run_warm(learned, 1, {}, *given)[0]
+    for ranks, config in STAGED[name]:
+        names = set()
+        for found, after in run_warm(learned, ranks, config, *given):
+            # Stages add losses up in the type of what they send.
+            torch.testing.assert_close(found.double(), losses.double(), rtol=0, atol=4e-6)
+            names |= set(after)
+            for key, weight in after.items():
+                whole = weights.get(key, weights.get("transformer.wte.weight"))
+                torch.testing.assert_close(weight, whole, rtol=0, atol=1e-6)
+        assert names >= set(weights)
 
 
 def saved(config):
