@@ -86,6 +86,8 @@ class StageSequences(Sequences, Follower):
     def cut(self, model: nn.Module, batch: StepBatch) -> StepBatch:
         """Return this rank's part of a batch of whole sequences."""
         del model  # of which this rank has a stage
+        self._real = self._documents = None
+        self._has_documents = False
         return super().cut(self._whole, batch)
 
     def begin(self, part: StepBatch) -> None:

@@ -181,6 +181,29 @@ def test_losses_count_positions_from_the_first_token(is_own):
         assert_stages_equal(run_warm(run, 2, {"mesh": {"cp": 2}, "plan": [RULE]}), expected)
 
 
+class Deciding(Text):
+    """Asks a number of the positions, which the recording of the forward could tell."""
+
+    def position(self, x):
+        places = torch.arange(x.shape[1])
+        return self.places(places) if places.max() > 5 else 2 * self.places(places)
+
+
+def decided(config):
+    """Return what is said of the model."""
+    with msrun.init(config) as rt:
+        model = rt.shard(Deciding(), sample=batches()[0][:1])
+        optimizer = rt.optimizer(torch.optim.SGD(model.parameters(), lr=0.1))
+        with pytest.raises(ModelError) as error:
+            rt.step(model, optimizer, loss_fn, *batches()[0])
+        return error.value.message
+
+
+def test_a_decision_by_positions_of_a_part_is_refused():
+    for said in run_warm(decided, 4, pipeline()):
+        assert "a decision by a max over tokens (test_context_pipeline.py" in said
+
+
 # What the pipeline itself refuses, or has no need to: it runs a checkpointed function as steps.
 OF_PIPELINE = {
     "does not run on a part",

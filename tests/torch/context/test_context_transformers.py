@@ -191,6 +191,23 @@ def test_stages_with_parts_of_texts_equal_whole_texts(name, kind, uses_cache):
         assert names >= set(weights)
 
 
+def in_turns(config):
+    """Return the losses of steps on texts of each kind, in one model."""
+    with msrun.init(config) as rt:
+        torch.manual_seed(3)
+        texts = [TEXTS[kind] | {"use_cache": False} for kind in ("padded", "packed", "whole")]
+        model = rt.shard(llama().double(), sample=texts[0] if "pipeline" in config else None)
+        optimizer = rt.optimizer(torch.optim.SGD(model.parameters(), lr=0.1))
+        return torch.stack([rt.step(model, optimizer, one) for one in texts * 2])
+
+
+def test_padding_and_documents_end_with_their_batch():
+    losses = run_warm(in_turns, 1, {})[0].double()
+    for config in (staged(), staged("gpipe", 4, {**RULE, "kind": "ring"})):
+        for found in run_warm(in_turns, 4, config):
+            torch.testing.assert_close(found.double(), losses, rtol=0, atol=4e-6)
+
+
 def saved(config):
     """Return the bytes that a step on documents keeps for its backward pass, beside weights."""
     kept = {}
