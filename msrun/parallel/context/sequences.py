@@ -132,14 +132,9 @@ class Sequences(TorchFunctionMode):
                 inside = Inside(partial(self.inside, is_all=name in names), forward)
                 module.forward = update_wrapper(inside, forward)
 
-    @property
-    def is_followed(self) -> bool:
-        """Whether functions of the model are looked at now."""
-        return self._active_watch() is not None
-
-    def leave_out(self, module: nn.Module) -> None:
+    def leave_out(self, module: nn.Module, *, is_compiled: bool) -> None:
         """Have `module` and those inside enter this mode no more by themselves."""
-        self._has_apart = True
+        self._has_apart |= is_compiled
         for part in module.modules():
             if isinstance(inside := vars(part).get("forward"), Inside):
                 part.forward = inside.plain
@@ -246,7 +241,8 @@ class Sequences(TorchFunctionMode):
         """Be active in a recomputation, outside of the modes that it enters, as in a step."""
         return self.inside(is_all=False)
 
-    def _active_watch(self) -> TokenWatch | None:
+    def watch_now(self) -> TokenWatch | None:
+        """Return what looks at functions of the model now."""
         return None if is_in_backward() else self._watch
 
     @contextlib.contextmanager
@@ -322,13 +318,13 @@ class Sequences(TorchFunctionMode):
     def _count(self, func: Callable[..., Any], args: Any, kwargs: Any) -> Tensor:
         """`arange`, from the first token of this part on if it counts tokens."""
         is_tokens = range_of(args, kwargs) == (0, self._tokens, 1)
-        if not self._is_meant(self._active_watch(), "torch.arange", is_tokens=is_tokens):
+        if not self._is_meant(self.watch_now(), "torch.arange", is_tokens=is_tokens):
             return func(*args, **kwargs)  # type: ignore[no-any-return]
         return self._called(RangeOfPart(self._first, self._note), *args, **kwargs)
 
     def _take(self, func: Callable[..., Any], args: Any, kwargs: Any) -> Any:
         """`x[...]`, of a table of positions with those of this part."""
-        watch = self._active_watch()
+        watch = self.watch_now()
         x, index = args
         items = index if isinstance(index, tuple) else (index,)
         if not any(isinstance(item, slice) for item in items):
@@ -345,7 +341,7 @@ class Sequences(TorchFunctionMode):
 
     def _note(self, x: Tensor, place: TokenPlace) -> None:
         """Note where `x` has tokens, if somebody looks."""
-        if watch := self._active_watch():
+        if watch := self.watch_now():
             watch.leave(x, place)
 
     def _find_documents(self, func: Callable[..., Any], args: Any, kwargs: Any) -> Any:
@@ -394,7 +390,7 @@ class Sequences(TorchFunctionMode):
 
     def _attend(self, func: Callable[..., Any], args: Any, kwargs: Any) -> Any:
         """`scaled_dot_product_attention`, of the tokens of all ranks."""
-        watch = self._active_watch()
+        watch = self.watch_now()
         query, key, value, mask, dropout, is_causal = attention_arguments(*args, **kwargs)
         is_tokens = query.shape[_TOKENS] == key.shape[_TOKENS] == self._tokens
         if self._is_of_others(query, key, value) or not is_tokens:
@@ -421,7 +417,7 @@ class Sequences(TorchFunctionMode):
 
     def _is_of_others(self, query: Tensor, key: Tensor, value: Tensor) -> bool:
         """Return whether somebody looks, and sees that this is no attention of tokens."""
-        watch = self._active_watch()
+        watch = self.watch_now()
         if watch is None or self._is_over_tokens(watch, query, key, value):
             return False
         self._has_others = True

@@ -110,7 +110,7 @@ class StageSequences(Sequences, Follower):
     def inside(self, *, is_all: bool) -> Iterator[None]:
         """Be active inside, in code of the model."""
         self._local.running = getattr(self._local, "running", 0) + 1
-        watch = self._active_watch()
+        watch = self.watch_now()
         before = watch and watch.refuses
         try:
             if watch:
