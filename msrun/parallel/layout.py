@@ -59,7 +59,8 @@ def resolve(config: ParallelConfig, world_size: int) -> MeshLayout:
     if config.mesh == "auto":
         raise ConfigError(f"{ROOT}.mesh: auto is chosen by rt.shard: call it first")
     layout = _with_experts(config, _fill(config.mesh, world_size))
-    layout = msgspec.structs.replace(layout, images=image_axes(config.data))
+    tokens = "" if context_rule(config) is None else CONTEXT_AXIS
+    layout = msgspec.structs.replace(layout, images=image_axes(config.data), tokens=tokens)
     _check_plan_file(config)
     for index, rule in enumerate(rules_of(config)):
         if isinstance(rule, str):
@@ -70,7 +71,7 @@ def resolve(config: ParallelConfig, world_size: int) -> MeshLayout:
     _check_pipeline(config, layout)
     _check_context(config, layout)
     _check_images(config, layout)
-    _check_optimizer(config, tokens_as_data(config, layout))
+    _check_optimizer(config, tokens_as_data(layout))
     _check_experts(config, layout)
     _check_dropout(config, layout)
     return layout
@@ -82,24 +83,16 @@ def plan_axes(layout: MeshLayout) -> tuple[str, ...]:
     return tuple(name for name in layout.axes if name not in others)
 
 
-def tokens_as_data(config: ParallelConfig, layout: MeshLayout) -> MeshLayout:
+def tokens_as_data(layout: MeshLayout) -> MeshLayout:
     """Return the mesh on which `dp` has the ranks of `cp` too, if a rule divides sequences.
 
     Ranks with other tokens of a sequence, or parts of an image, hold the same weights, as those
     with other samples.
     """
-    inside = layout.images
-    if context_rule(config) is not None:
-        inside = (*inside, CONTEXT_AXIS)
+    inside = (*layout.images, layout.tokens)
     if all(layout.size(name) == 1 for name in inside):
         return layout
-    axes: dict[str, int] = {}
-    for name, size in layout.axes.items():
-        if name == DATA_AXIS or name in inside:
-            axes[DATA_AXIS] = axes.get(DATA_AXIS, 1) * size
-        else:
-            axes[name] = size
-    return MeshLayout(axes)
+    return layout.as_data(inside)
 
 
 def context_rule(config: ParallelConfig) -> tuple[str, PlanRule] | None:
@@ -250,12 +243,11 @@ def _check_context(config: ParallelConfig, layout: MeshLayout) -> None:
             f"after {DATA_AXIS}"
         )
     others = {
-        f"{ROOT}.pipeline": config.pipeline is not None,
         f"{ROOT}.dropout: exact": config.dropout == "exact",
         f"{ROOT}.verify": bool(config.verify),
         f"{ROOT}.reduce.op: sum": config.reduce.op == "sum",
         f"{ROOT}.reduce.exclude": bool(config.reduce.exclude),
-        f"{ROOT}.mesh.{EXPERT_AXIS}": layout.ep > 0,
+        f"{ROOT}.pipeline beside {ROOT}.mesh.{EXPERT_AXIS}": bool(config.pipeline and layout.ep),
         f"{ROOT}.servers": config.servers is not None,
     }
     for other, is_given in others.items():
@@ -354,7 +346,7 @@ def _check_experts(config: ParallelConfig, layout: MeshLayout) -> None:
             f"{ROOT}.mesh.{EXPERT_AXIS}: no rule of {ROOT}.plan has style {_EXPERT_STYLE} over it",
             hint=f"such as {{match: '*.experts', style: {_EXPERT_STYLE}, axis: {EXPERT_AXIS}}}",
         )
-    degree, settings = layout.size(DATA_AXIS), config.optimizer
+    degree, settings = tokens_as_data(layout).size(DATA_AXIS), config.optimizer
     if settings.shard_size not in (REST, degree):
         raise ConfigError(
             f"{ROOT}.optimizer.shard_size: {settings.shard_size} beside the axis {EXPERT_AXIS}, "

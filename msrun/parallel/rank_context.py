@@ -156,7 +156,7 @@ class Rank:
         """
         configured = resolve(config, self.world_size)
         mesh = _device_mesh(self.device, configured.axes)
-        layout = tokens_as_data(config, configured)
+        layout = tokens_as_data(configured)
         sequence, images = None, None
         if layout is not configured and configured.images:
             images = ImageRanks(layout=configured, mesh=mesh)

@@ -299,7 +299,7 @@ def _resolve_plan(config: ParallelConfig, context: RankContext, model: nn.Module
     if context.layout.ep > 1:
         from msrun.parallel.experts import rules as experts_rules
 
-        experts_rules.check(config, model, plans, excluded)
+        experts_rules.check(config, model, plans, excluded, has_parts=context.sequence is not None)
     rows_rule.check(config, plans, excluded)
     sparse_embedding.check(config, context.layout, model, plans)
     if reductions.is_sharding(config, context.layout):
@@ -593,7 +593,7 @@ def _change_modules(
     own = {name for name, _ in model.named_modules()}
     plans = {name: plan for name, plan in resolved.plans.items() if name in own}
     is_data_parallel = context.layout.size(DATA_AXIS) > 1
-    experts = _share_experts(context, config, model, plans)
+    experts = _share_experts(context, config, model, plans, sequences)
     plans = {name: plan for name, plan in plans.items() if not plan.is_routed}
     guard = _shard_operators(context, model, plans)
     group = context.group(DATA_AXIS) if is_data_parallel else None
@@ -648,14 +648,25 @@ def _apart(
 
 
 def _share_experts(
-    context: RankContext, config: ParallelConfig, model: nn.Module, plans: Mapping[str, ModulePlan]
+    context: RankContext,
+    config: ParallelConfig,
+    model: nn.Module,
+    plans: Mapping[str, ModulePlan],
+    sequences: Sequences | Images | None,
 ) -> list[nn.Module]:
     """Apply `style: experts` over the axis `ep`; return the modules whose experts ranks share."""
     if context.layout.ep <= 1:
         return []
+    from msrun.parallel.context.sequences import Sequences
     from msrun.parallel.experts import routed
 
-    return routed.apply(config, context, model, plans)
+    if not isinstance(sequences, Sequences):
+        return routed.apply(config, context, model, plans)
+    from msrun.parallel.context.experts import run_outside
+
+    names = [name for name, plan in plans.items() if plan.is_routed]
+    with run_outside(sequences, {name: model.get_submodule(name) for name in names}):
+        return routed.apply(config, context, model, plans)
 
 
 def _divide_sequences(
@@ -671,7 +682,7 @@ def _divide_sequences(
         return None
     from msrun.parallel.context.apply import divide
 
-    return divide(*found, context.sequence, model)
+    return divide(*found, context.sequence, model, is_pipeline=config.pipeline is not None)
 
 
 def _shard_operators(

@@ -38,7 +38,7 @@ class ModuleApart:
     def __init__(self, sequences: Sequences, name: str, module: nn.Module) -> None:
         self._sequences, self._name = sequences, name
         self._problem = ""
-        sequences.leave_out(module)
+        sequences.leave_out(module, is_compiled=True)
 
     def compiled(self, forward: Callable[..., Any], mode: str) -> Callable[..., Any]:
         """Return `forward`, which is compiled to graphs that are searched."""
@@ -46,7 +46,7 @@ class ModuleApart:
 
     def is_followed(self) -> bool:
         """Return whether functions are looked at now, so that none may be compiled."""
-        return self._sequences.is_followed
+        return self._sequences.watch_now() is not None
 
     def refusing(self) -> AbstractContextManager[None]:
         """Return a context in which what `Sequences` replaces is refused."""

@@ -2,7 +2,8 @@
 
 from __future__ import annotations
 
-from typing import NamedTuple
+from collections.abc import Sequence
+from typing import Any, NamedTuple
 
 from torch import Tensor
 
@@ -21,10 +22,35 @@ class Documents(NamedTuple):
     of_tokens: Tensor
     sizes: list[list[int]]
 
-    def narrow(self, first: int, samples: int) -> Documents:
-        """Return those of some samples."""
-        last = first + samples
-        return Documents(self.of_tokens[first:last], self.sizes[first:last])
+    def of(self, samples: Sequence[int]) -> Documents:
+        """Return those of some samples, by their numbers."""
+        return Documents(self.of_tokens[samples], [self.sizes[sample] for sample in samples])
+
+
+class OneDocument:
+    """What transformers finds documents by, if it asked and there was one.
+
+    It is no tensor: of tensors without values transformers takes it that there are several.
+    """
+
+    def __ne__(self, other: object) -> Any:
+        """Return which tokens begin a document."""
+        return self
+
+    __eq__ = __ne__
+    __hash__ = None  # type: ignore[assignment]
+
+    def cumsum(self, dim: int) -> OneDocument:  # noqa: ARG002 - as of tensors
+        """Return the number of the document of each token."""
+        return self
+
+    def __getitem__(self, _: object) -> OneDocument:
+        """Return the numbers of some tokens."""
+        return self
+
+    def all(self) -> bool:
+        """Return whether all of them are 0."""
+        return True
 
 
 def by_positions(places: Tensor, samples: int) -> Documents | None:

@@ -30,8 +30,8 @@ import contextlib
 import sys
 import threading
 import weakref
-from collections.abc import Callable, Iterable, Iterator
-from functools import update_wrapper
+from collections.abc import Callable, Iterable, Iterator, Sequence
+from functools import partial, update_wrapper
 from pathlib import Path
 from typing import Any
 
@@ -46,9 +46,17 @@ from msrun.parallel.collectives import all_gather
 from msrun.parallel.config import ROOT
 from msrun.parallel.context.attention import Attention, attention_arguments, by_heads
 from msrun.parallel.context.documents import FINDERS, Documents
+from msrun.parallel.context.inside import Inside, has_no_attention
 from msrun.parallel.context.masks import SequencePart
 from msrun.parallel.context.parts import Cut, cut_batch
-from msrun.parallel.context.positions import first_rows, range_of, with_rows
+from msrun.parallel.context.positions import (
+    RangeOfPart,
+    RowsOfAll,
+    RowsOfPart,
+    first_rows,
+    range_of,
+    with_rows,
+)
 from msrun.parallel.context.ring import around
 from msrun.parallel.context.token_calls import TokenPlace
 from msrun.parallel.context.token_watch import TokenWatch
@@ -57,7 +65,8 @@ from msrun.parallel.rank_context import SequenceRanks
 from msrun.parallel.torch_compat import checkpointed, is_active, is_in_backward
 
 _DIMS = 4
-_ADDING = ("add", "__add__", "__radd__")
+# Names of functions that may add positions of all tokens.
+ADDING = ("add", "__add__", "__radd__")
 _TOKENS = -2
 _SKIPPED = (str(Path(torch.__file__).parent), str(Path(__file__).parents[2]))
 
@@ -99,6 +108,8 @@ class Sequences(TorchFunctionMode):
         # Samples of the batch that micro-batches had.
         self._done = 0
         self._is_step = False
+        # Whether a stage raised in this step, which goes on.
+        self._has_raised = False
         self._watch: TokenWatch | None = None
         # Whether attention of something else than tokens was seen, so that shapes do not tell.
         self._has_others = False
@@ -116,21 +127,16 @@ class Sequences(TorchFunctionMode):
         names = set(modules)
         self._all = "" in names
         for name, module in model.named_modules():
-            if name and not _has_no_attention(module):
+            if name and not has_no_attention(module):
                 forward = module.forward
-                inside = _Inside(self, forward, is_matched=name in names)
+                inside = Inside(partial(self.inside, is_all=name in names), forward)
                 module.forward = update_wrapper(inside, forward)
 
-    @property
-    def is_followed(self) -> bool:
-        """Whether functions of the model are looked at now."""
-        return self._active_watch() is not None
-
-    def leave_out(self, module: nn.Module) -> None:
+    def leave_out(self, module: nn.Module, *, is_compiled: bool) -> None:
         """Have `module` and those inside enter this mode no more by themselves."""
-        self._has_apart = True
+        self._has_apart |= is_compiled
         for part in module.modules():
-            if isinstance(inside := vars(part).get("forward"), _Inside):
+            if isinstance(inside := vars(part).get("forward"), Inside):
                 part.forward = inside.plain
 
     @contextlib.contextmanager
@@ -164,42 +170,54 @@ class Sequences(TorchFunctionMode):
         Called once nothing else wraps the model.
         """
         self.guard = guard
-        model.forward = update_wrapper(_Whole(self, model, model.forward), model.forward)
+        model.forward = update_wrapper(partial(self.run, model, model.forward), model.forward)
 
     # The batch.
 
     def cut(self, model: nn.Module, batch: StepBatch) -> StepBatch:
         """Return this rank's part of a batch of whole sequences."""
         self._cut = cut_batch(self._key, model, batch, self._ranks.index, self._ranks.size)
-        self._done = 0
+        self._done, self._tokens = 0, self._cut.tokens
         return self._cut.batch
 
     def begin(self, part: StepBatch) -> None:
         """Begin the forward pass of `part`, the next micro-batch of what `cut` returned."""
-        cut = self._cut
-        if cut is None:
-            raise RuntimeError("no batch was cut")
-        self._tokens = cut.tokens
         samples = batch_size(part)
-        self._real = None if cut.real is None else cut.real.narrow(0, self._done, samples)
-        self._documents = cut.documents and cut.documents.narrow(self._done, samples)
+        self._choose(range(self._done, self._done + samples))
         self._has_documents = False
         self._done += samples
-        if self._watch:
-            tensors = zip(tensors_in(part), cut.is_cut, strict=True)
-            self._watch.begin([tensor for tensor, is_cut in tensors if is_cut], cut.tokens)
+        self._begin_watch(self._watch, tensors_in(part))
+
+    def _choose(self, samples: Sequence[int]) -> None:
+        """Have attention see the padding and the documents of some samples of the batch."""
+        cut = self._of_batch
+        self._real = None if cut.real is None else cut.real[list(samples)]
+        self._documents = cut.documents and cut.documents.of(samples)
+
+    def _begin_watch(self, watch: TokenWatch | None, tensors: Sequence[Tensor]) -> None:
+        """Have `watch` follow those of the first tensors of the batch that were cut."""
+        if watch:
+            found = [x for x, is_cut in zip(tensors, self._of_batch.is_cut, strict=False) if is_cut]
+            watch.begin(found, self._tokens)
+
+    @property
+    def _of_batch(self) -> Cut:
+        if self._cut is None:
+            raise RuntimeError("no batch was cut")
+        return self._cut
 
     @contextlib.contextmanager
     def active(self) -> Iterator[None]:
         """Compute on parts inside: forward, loss and backward of a step, or a call of the model."""
-        self._is_step = True
+        self._is_step, self._has_raised = True, False
         if self._has_others or self._is_training not in self._watched:
             self._watch = TokenWatch(self._key)
         try:
-            with self.inside(is_all=self._all):
+            with self._around_step():
                 yield
             if not self._has_others:
-                self._watched.add(self._is_training)
+                if not self._has_raised:
+                    self._watched.add(self._is_training)
             elif self._has_apart:
                 raise ModelError(
                     f"{ROOT}.compile: functions of this model are looked at in each step, since it "
@@ -209,6 +227,9 @@ class Sequences(TorchFunctionMode):
         finally:
             self._is_step = False
             self._watch = None
+
+    def _around_step(self) -> contextlib.AbstractContextManager[Any]:
+        return self.inside(is_all=self._all)
 
     @contextlib.contextmanager
     def watched(self) -> Iterator[None]:
@@ -220,7 +241,8 @@ class Sequences(TorchFunctionMode):
         """Be active in a recomputation, outside of the modes that it enters, as in a step."""
         return self.inside(is_all=False)
 
-    def _active_watch(self) -> TokenWatch | None:
+    def watch_now(self) -> TokenWatch | None:
+        """Return what looks at functions of the model now."""
         return None if is_in_backward() else self._watch
 
     @contextlib.contextmanager
@@ -238,7 +260,9 @@ class Sequences(TorchFunctionMode):
             local.depth -= is_all
             local.region = outer
 
-    def run(self, model: nn.Module, forward: Callable[..., Any], args: Any, kwargs: Any) -> Any:
+    def run(
+        self, model: nn.Module, forward: Callable[..., Any], /, *args: Any, **kwargs: Any
+    ) -> Any:
         """Run `forward` on the part of whole arguments; return whole outputs."""
         if self._is_step or is_in_backward():
             with self.inside(is_all=self._all):
@@ -279,43 +303,46 @@ class Sequences(TorchFunctionMode):
             return func(*args, **kwargs)
         except RuntimeError:
             # Positions of all tokens, added to those of a part.
-            if getattr(func, "__name__", "") not in _ADDING:
+            if getattr(func, "__name__", "") not in ADDING:
                 raise
-            given = with_rows(args, self._first, self._tokens, self._ranks.size)
+            given = self._with_rows(args)
             if given is None:
                 raise
         self._refuse_apart("a sum with values for all tokens")
         return func(*given, **kwargs)
 
+    def _with_rows(self, args: tuple[Any, ...]) -> tuple[Any, ...] | None:
+        take = partial(self._called, RowsOfAll(self._first, self._tokens, self._note))
+        return with_rows(args, self._tokens, self._ranks.size, take)
+
     def _count(self, func: Callable[..., Any], args: Any, kwargs: Any) -> Tensor:
         """`arange`, from the first token of this part on if it counts tokens."""
-        watch = self._active_watch()
-        result: Tensor = func(*args, **kwargs)
-        start, end, step = range_of(args, kwargs)
-        is_tokens = (start, end, step) == (0, self._tokens, 1)
-        if not self._is_meant(watch, "torch.arange", is_tokens=is_tokens):
-            return result
-        result = result + self._first
-        if watch:
-            watch.leave(result, TokenPlace(0))
-        return result
+        is_tokens = range_of(args, kwargs) == (0, self._tokens, 1)
+        if not self._is_meant(self.watch_now(), "torch.arange", is_tokens=is_tokens):
+            return func(*args, **kwargs)  # type: ignore[no-any-return]
+        return self._called(RangeOfPart(self._first, self._note), *args, **kwargs)
 
     def _take(self, func: Callable[..., Any], args: Any, kwargs: Any) -> Any:
         """`x[...]`, of a table of positions with those of this part."""
-        watch = self._active_watch()
+        watch = self.watch_now()
         x, index = args
         items = index if isinstance(index, tuple) else (index,)
-        if not any(isinstance(item, slice) for item in items) or (watch and watch.mark(x)):
+        if not any(isinstance(item, slice) for item in items):
             return func(*args, **kwargs)
         at = first_rows(x, items, self._tokens, self._ranks.size)
+        if watch and watch.mark(x):
+            at = None
         if not self._is_meant(watch, "a slice of a table", is_tokens=at is not None) or at is None:
             return func(*args, **kwargs)
-        rows = slice(self._first, self._first + self._tokens)
-        moved = (*items[: at.item], rows, *items[at.item + 1 :])
-        result: Tensor = func(x, moved)
-        if watch:
-            watch.leave(result, TokenPlace(at.dim))
-        return result
+        return self._called(RowsOfPart(at, self._first, self._note), x, items)
+
+    def _called(self, function: Callable[..., Tensor], *args: Any, **kwargs: Any) -> Tensor:
+        return function(*args, **kwargs)
+
+    def _note(self, x: Tensor, place: TokenPlace) -> None:
+        """Note where `x` has tokens, if somebody looks."""
+        if watch := self.watch_now():
+            watch.leave(x, place)
 
     def _find_documents(self, func: Callable[..., Any], args: Any, kwargs: Any) -> Any:
         """`torch.diff`, by which transformers finds documents: they are those of whole sequences.
@@ -323,7 +350,7 @@ class Sequences(TorchFunctionMode):
         It finds none here, so it makes no mask, and attention follows them.
         """
         result = func(*args, **kwargs)
-        if self._documents is None or Path(_site()[0].co_filename).name not in FINDERS:
+        if self._documents is None or Path(site_of_call()[0].co_filename).name not in FINDERS:
             return result
         self._has_documents = True
         return torch.ones_like(result)
@@ -339,7 +366,9 @@ class Sequences(TorchFunctionMode):
             return False
         if is_tokens:
             self._refuse_apart(what)
-        site = _site()
+        site = site_of_call()
+        if self._is_decided(site):
+            return False
         if watch and is_tokens:
             self._check_repeated(watch, what)
         if watch:
@@ -355,15 +384,16 @@ class Sequences(TorchFunctionMode):
             hint="give the model its positions in the batch",
         )
 
+    def _is_decided(self, site: tuple[Any, int]) -> bool:  # noqa: ARG002 - of stages
+        """Return whether calls at `site` that make positions were replaced already."""
+        return False
+
     def _attend(self, func: Callable[..., Any], args: Any, kwargs: Any) -> Any:
         """`scaled_dot_product_attention`, of the tokens of all ranks."""
-        watch = self._active_watch()
+        watch = self.watch_now()
         query, key, value, mask, dropout, is_causal = attention_arguments(*args, **kwargs)
         is_tokens = query.shape[_TOKENS] == key.shape[_TOKENS] == self._tokens
-        if watch and not self._is_over_tokens(watch, query, key, value):
-            self._has_others = True
-            return func(*args, **kwargs)
-        if not is_tokens:
+        if self._is_of_others(query, key, value) or not is_tokens:
             return func(*args, **kwargs)
         self._refuse_apart("attention")
         if watch:
@@ -384,6 +414,14 @@ class Sequences(TorchFunctionMode):
         )
         attention = around if self._is_ring(query) else by_heads
         return attention(ask, as_factor(query), as_factor(key), as_factor(value))
+
+    def _is_of_others(self, query: Tensor, key: Tensor, value: Tensor) -> bool:
+        """Return whether somebody looks, and sees that this is no attention of tokens."""
+        watch = self.watch_now()
+        if watch is None or self._is_over_tokens(watch, query, key, value):
+            return False
+        self._has_others = True
+        return True
 
     def _is_over_tokens(self, watch: TokenWatch, query: Tensor, key: Tensor, value: Tensor) -> bool:
         """Return whether tokens attend to tokens, and not each by itself or something else."""
@@ -444,7 +482,7 @@ def apart_refusal(name: str, what: str) -> ModelError:
     )
 
 
-def _site() -> tuple[Any, int]:
+def site_of_call() -> tuple[Any, int]:
     """Return the place in the model that called the running function."""
     frame = sys._getframe(1)  # noqa: SLF001 - a whole traceback for each call would cost more
     while frame.f_back and frame.f_code.co_filename.startswith(_SKIPPED):
@@ -455,31 +493,3 @@ def _site() -> tuple[Any, int]:
 def _shown(site: tuple[Any, int]) -> str:
     code, _ = site
     return f" ({Path(code.co_filename).name}, {code.co_name})"
-
-
-def _has_no_attention(module: nn.Module) -> bool:
-    """Return whether `module` is one of torch that calls no attention."""
-    return type(module).__module__.startswith("torch.nn.modules")
-
-
-class _Inside:
-    """The forward of a module whose attention is that of all ranks."""
-
-    def __init__(
-        self, sequences: Sequences, forward: Callable[..., Any], *, is_matched: bool
-    ) -> None:
-        self._sequences, self.plain, self._is_matched = sequences, forward, is_matched
-
-    def __call__(self, *args: Any, **kwargs: Any) -> Any:
-        with self._sequences.inside(is_all=self._is_matched):
-            return self.plain(*args, **kwargs)
-
-
-class _Whole:
-    """The forward of a model, for whole sequences unless a step has cut them."""
-
-    def __init__(self, sequences: Sequences, model: nn.Module, forward: Callable[..., Any]) -> None:
-        self._sequences, self._model, self._forward = sequences, model, forward
-
-    def __call__(self, *args: Any, **kwargs: Any) -> Any:
-        return self._sequences.run(self._model, self._forward, args, kwargs)

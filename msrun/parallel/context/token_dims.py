@@ -370,12 +370,12 @@ _NAMES: tuple[tuple[Rule, str], ...] = (
         (
             "add sub subtract mul multiply div divide true_divide floor_divide remainder __add__ "
             "__radd__ __iadd__ __sub__ __rsub__ __isub__ rsub __mul__ __rmul__ __imul__ "
-            "__truediv__ __rtruediv__ __itruediv__ __div__ __floordiv__ fmod __rfloordiv__ "
-            "__mod__ __pow__ __rpow__ __ipow__ pow maximum minimum lerp eq ne lt le gt ge __eq__ "
-            "__ne__ __lt__ __le__ __gt__ __ge__ isclose where logical_and logical_or logical_xor "
-            "bitwise_and bitwise_or bitwise_xor __and__ __rand__ __iand__ __or__ __ror__ __ior__ "
-            "__xor__ addcmul addcdiv masked_fill xlogy atan2 clamp clamp_min clamp_max clip prelu "
-            "copysign polar complex"
+            "__truediv__ __rtruediv__ __itruediv__ __div__ __rdiv__ __floordiv__ fmod "
+            "__rfloordiv__ __mod__ __rmod__ __pow__ __rpow__ __ipow__ pow maximum minimum lerp eq "
+            "ne lt le gt ge __eq__ __ne__ __lt__ __le__ __gt__ __ge__ isclose where logical_and "
+            "logical_or logical_xor bitwise_and bitwise_or bitwise_xor __and__ __rand__ __iand__ "
+            "__or__ __ror__ __ior__ __xor__ addcmul addcdiv masked_fill xlogy atan2 clamp "
+            "clamp_min clamp_max clip prelu copysign polar complex"
         ),
     ),
     (_constant, "__get__ __set__ new_zeros new_ones new_full new_empty new_tensor"),

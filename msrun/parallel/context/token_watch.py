@@ -22,7 +22,7 @@ from msrun.parallel.context.token_calls import MixedTokensError, Taint, TokenCal
 from msrun.parallel.context.token_dims import PROPERTIES, place_of
 from msrun.parallel.local import is_sharded
 from msrun.parallel.losses.notes import PASSING, watch_numbers
-from msrun.parallel.torch_compat import write_count
+from msrun.parallel.torch_compat import reads_values, write_count
 
 _LIBRARIES = (Path(torch.__file__).parent, Path(__file__).parents[2])
 _MARK = "msrun_tokens"
@@ -46,9 +46,13 @@ class TokenWatch(TorchFunctionMode):
 
     Args:
         key: Path of the rule in the configuration, for messages.
+
+    Attributes:
+        refuses: Whether the model computes, and not a pipeline with what it gets.
     """
 
     is_watch = True
+    refuses = True
 
     def __init__(self, key: str) -> None:
         super().__init__()
@@ -78,19 +82,23 @@ class TokenWatch(TorchFunctionMode):
         if not known:
             return func(*args, **kwargs)
         name = _name(func)
-        if name in _READING and any(isinstance(mark, Taint) for mark in known.values()):
-            self._check_read(next(mark for mark in known.values() if isinstance(mark, Taint)))
+        taints = [mark for mark in known.values() if isinstance(mark, Taint)]
+        if taints and name in _READING and self.refuses:
+            self._check_read(taints[0])
         try:
             result = func(*args, **kwargs)
         except (RuntimeError, ValueError) as error:
             said = str(error).strip().partition("\n")[0]
-            if "size" not in said and "shape" not in said:
+            is_of_size = "size" in said or "shape" in said
+            if not is_of_size or not self.refuses or reads_values(error):
                 raise
             raise self.refusal(f"{name}, which does not run on a part: {said}") from None
         for tensor in _tensors((result,)):
             try:
                 mark = _known(TokenCall(name, args, kwargs, tensor, known, self._tokens))
             except MixedTokensError as error:
+                if not self.refuses:
+                    continue
                 raise self.refusal(str(error)) from None
             if mark:
                 self.leave(tensor, mark)

@@ -16,6 +16,8 @@ def check(
     model: nn.Module,
     plans: Mapping[str, ModulePlan],
     excluded: Collection[str],
+    *,
+    has_parts: bool = False,
 ) -> None:
     """Refuse other features that know no experts, or none of a list.
 
@@ -24,6 +26,7 @@ def check(
         model: The model, before it is divided.
         plans: Module -> its plan.
         excluded: Parameters whose gradients are not reduced.
+        has_parts: Whether ranks have parts of sequences.
 
     Raises:
         ModelError: One of them is given.
@@ -39,11 +42,16 @@ def check(
                 "its own (leave it out)"
             )
         if not plan.params:
-            _check_list(config, name, plan, plans)
+            _check_list(config, name, plan, plans, has_parts=has_parts)
 
 
 def _check_list(
-    config: ParallelConfig, name: str, plan: ModulePlan, plans: Mapping[str, ModulePlan]
+    config: ParallelConfig,
+    name: str,
+    plan: ModulePlan,
+    plans: Mapping[str, ModulePlan],
+    *,
+    has_parts: bool,
 ) -> None:
     """Refuse what knows no experts of a list, which one rank has and others have without a row."""
     inside = next((other for other in plans if other.startswith(f"{name}.")), "")
@@ -54,6 +62,7 @@ def _check_list(
         "optimizer.offload: keeps on the host what is gathered, and not": bool(settings.offload),
         "dropout: exact draws masks of samples, and not of": config.dropout == "exact",
         "float8: replaces weights, and not those of": config.float8 is not None,
+        "plan: style context does not follow tokens to": has_parts,
         f"plan: {inside} has a rule of its own, inside of": bool(inside),
         "pipeline: a stage has no forward of its own to pick rows for": config.pipeline is not None
         and "." not in name,

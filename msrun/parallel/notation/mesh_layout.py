@@ -34,11 +34,13 @@ class MeshLayout(msgspec.Struct, frozen=True):
         axes: Axis name -> size, the slowest-varying first.
         ep: Ranks that share the experts of a module, a divisor of `dp`; 0 without such an axis.
         images: Axes that divide images.
+        tokens: Axis that divides sequences; empty without.
     """
 
     axes: dict[str, int]
     ep: int = 0
     images: tuple[str, ...] = ()
+    tokens: str = ""
 
     @property
     def world_size(self) -> int:
@@ -79,7 +81,7 @@ class MeshLayout(msgspec.Struct, frozen=True):
         """Yield each group of `axis` once, in the order of their first ranks."""
         if axis == EXPERT_AXIS and self.ep:
             # By rank, as below: the groups of `dp` interleave where other axes follow it.
-            whole = self.groups(DATA_AXIS)
+            whole = self.as_data((self.tokens,)).groups(DATA_AXIS)
             cuts = [g[i : i + self.ep] for g in whole for i in range(0, len(g), self.ep)]
             yield from sorted(cuts)
             return
@@ -87,6 +89,14 @@ class MeshLayout(msgspec.Struct, frozen=True):
         for rank in range(self.world_size):
             if rank // stride % self.axes[axis] == 0:
                 yield self.group(axis, rank)
+
+    def as_data(self, inside: Sequence[str]) -> MeshLayout:
+        """Return the mesh on which `dp` has the ranks of the axes `inside` too, which follow it."""
+        axes: dict[str, int] = {}
+        for name, size in self.axes.items():
+            key = DATA_AXIS if name in inside else name
+            axes[key] = axes.get(key, 1) * size
+        return MeshLayout(axes, self.ep)
 
     def _stride(self, axis: str) -> int:
         names = list(self.axes)

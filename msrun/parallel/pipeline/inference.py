@@ -19,6 +19,7 @@ from msrun.parallel.losses.batch import map_leaves, tensors_in
 from msrun.parallel.pipeline.border import Border, Borders, ready_to_send, stand_ins
 from msrun.parallel.pipeline.microbatch import MicrobatchSplit, join
 from msrun.parallel.pipeline.ranks import PipelineRanks
+from msrun.parallel.pipeline.record.follower import Follower
 
 
 def infer(
@@ -27,6 +28,8 @@ def infer(
     borders: Borders,
     split: MicrobatchSplit,
     inputs: Sequence[Any],
+    *,
+    follower: Follower,
 ) -> Any:
     """Return the output of the whole batch on every rank of the axis.
 
@@ -43,6 +46,7 @@ def infer(
 
     def run(chunk: int, part: int, values: Sequence[Tensor]) -> Sequence[Tensor]:
         """Return what a chunk sends; the last one leaves an output instead."""
+        follower.begin_part(split, part)
         # Copies: what one stage writes to its inputs, the others would not have.
         pieces = map_leaves(Tensor.clone, split.padded(inputs, part))
         output = model(*pieces, *values, pipeline_chunk=chunk)

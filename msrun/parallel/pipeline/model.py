@@ -32,6 +32,7 @@ from msrun.parallel.pipeline.penalty import check_loss
 from msrun.parallel.pipeline.plan import PipelineCut, SplitPlan, plan_split
 from msrun.parallel.pipeline.ranks import PipelineRanks
 from msrun.parallel.pipeline.reach.stage_reach import StageReach
+from msrun.parallel.pipeline.record.follower import Follower
 from msrun.parallel.pipeline.record.modes import closing
 from msrun.parallel.pipeline.record.structure import leaves
 from msrun.parallel.pipeline.recordings import Recording, Recordings, depends_on_received
@@ -128,6 +129,7 @@ class PipelineModel(StageModel):
         self._schedules: OrderedDict[Borders, Schedule] = OrderedDict()
         self._joins = JoinNotes()
         self._reach: StageReach | None = None
+        self._follower = Follower()
         self._tied = TiedWeights(self, find_ties(cut), ranks.group, ranks.device)
         self._sizes = [
             sum({id(p): p.nbytes for p in h.values()}.values()) for h in cut.stage_params
@@ -248,7 +250,7 @@ class PipelineModel(StageModel):
         inputs = tuple(self.arguments(StepBatch(inputs, named, None)))
         with torch.no_grad():
             split, borders = self._prepare(inputs, may_differ=True)
-            return infer(self, self._ranks, borders, split, inputs)
+            return infer(self, self._ranks, borders, split, inputs, follower=self._follower)
 
     def train_step(
         self,
@@ -288,8 +290,9 @@ class PipelineModel(StageModel):
             split=split,
             inputs=inputs,
             target=target,
-            loss_fn=loss_fn,
+            loss_fn=loss_fn and self._follower.followed(loss_fn),
             tally=tally,
+            follower=self._follower,
             check=partial(check_loss, self) if self._cut.chunks.stages > 1 else lambda *_: None,
             buffers=self.written_buffers,
             known=self.known_outputs() if looks and not tally.is_whole else None,
@@ -405,15 +408,11 @@ class SplitModel(PipelineModel):
         super().__init__(model, plan, microbatches, ranks, slices)
         plan.skeleton.parts = self._pieces
         self._recordings = Recordings(plan, plan.skeleton)
-        for name in plan.opened:
-            if not name or name in dict(self.named_modules()):
-                plan.skeleton.adopt(name, model.get_submodule(name), self.get_submodule(name))
+        named = dict(self.named_modules())
+        self._opened = [name for name in plan.opened if name in named]
+        for name in self._opened:
+            plan.skeleton.adopt(name, model.get_submodule(name), named[name])
         self._own = plan.chunks.of_stage(ranks.stage)
-        self._opened = [
-            name for name in plan.opened if name in dict(self.named_modules()) or not name
-        ]
-        self._programs: dict[int, Callable[..., Any]] = {}
-        self._arity = 0
         self._recording: Recording | None = None
 
     def arguments(self, batch: StepBatch) -> Sequence[Any]:
@@ -424,6 +423,11 @@ class SplitModel(PipelineModel):
         """Return the modules that no stage calls as a whole, by name."""
         names = filter(None, self._opened)
         return [*super().divided(), *((name, self.get_submodule(name)) for name in names)]
+
+    def follow(self, follower: Follower) -> None:
+        """Have `follower` follow the model from now on, and its recordings."""
+        self._follower = follower
+        self._recordings.follow(follower)
 
     def can_wait(self, chunk: int) -> bool:
         """Return whether all weights of `chunk` are applied to what it received.
@@ -458,8 +462,13 @@ class SplitModel(PipelineModel):
 
     def _run_chunk(self, chunk: int, inputs: Sequence[Any]) -> Any:
         """Run the modules of a chunk."""
-        own, received = inputs[: self._arity], inputs[self._arity :]
-        return self._programs[chunk](self, *leaves(own), *received)
+        if (recording := self._recording) is None:
+            raise RuntimeError("no forward was recorded")
+        own, received = inputs[: recording.arity], inputs[recording.arity :]
+        self._follower.receive(recording.notes, chunk, received)
+        result = recording.compiled[chunk](self, *leaves(own), *received)
+        self._follower.send(recording.notes, chunk, result)
+        return result
 
     def _saved_bytes(self, inputs: Sequence[Any]) -> Sequence[int] | None:
         """Return the bytes that a copy without values saves."""
@@ -485,7 +494,7 @@ class SplitModel(PipelineModel):
             vars(self).update(recording.constants)
             for chunk in self._own:
                 program = program_of(self, recording.programs[chunk].graph)
+                self._follower.own_program(program)
                 recording.compiled[chunk] = closing(program)
         self._recording = recording
-        self._programs, self._arity = recording.compiled, recording.arity
         return recording

@@ -18,6 +18,7 @@ from msrun.parallel.losses.calls.marks import Known
 from msrun.parallel.pipeline.border import Border, Borders
 from msrun.parallel.pipeline.chunks import STAGES
 from msrun.parallel.pipeline.plan import SplitPlan
+from msrun.parallel.pipeline.record.follower import Follower
 from msrun.parallel.pipeline.record.modes import Modes
 from msrun.parallel.pipeline.record.structure import leaves
 from msrun.parallel.pipeline.skeleton import META, Skeleton
@@ -38,6 +39,7 @@ class Recording:
         constants: Tensors that are not the model's, by the name under which programs get them.
         arity: Inputs of the model.
         known: What is known of each tensor of the output, of a forward in training.
+        notes: Of what follows the model.
         compiled: Programs of the chunks here as functions, once they are needed.
     """
 
@@ -46,6 +48,7 @@ class Recording:
     constants: dict[str, Tensor]
     arity: int
     known: tuple[Known, ...] = ()
+    notes: Any = None
     compiled: dict[int, Callable[..., Any]] = field(default_factory=dict)
 
 
@@ -67,6 +70,10 @@ class Recordings:
         """The copy of the model."""
         return self._skeleton.whole
 
+    def follow(self, follower: Follower) -> None:
+        """Have `follower` follow recordings from now on."""
+        self._skeleton.follower = follower
+
     def find(self, inputs: Sequence[Any], modes: Mapping[str, bool], samples: int) -> Recording:
         """Return the forward of one micro-batch of `inputs`.
 
@@ -80,7 +87,8 @@ class Recordings:
         """
         if self._skeleton.watched.changed():
             self._known.clear()
-        key = (tuple(modes.values()), Modes.current(self._skeleton.device), kinds(inputs))
+        modes_now = tuple(modes.values()), Modes.current(self._skeleton.device)
+        key = (*modes_now, kinds(inputs), self._skeleton.follower.batch_kind)
         recording = self._known.pop(key, None) or self._record(inputs, modes, samples)
         self._known[key] = recording
         if len(self._known) > _RECORDINGS_MAX:
@@ -114,12 +122,14 @@ class Recordings:
             tuple(make_border(node, traced.values.get(node)) for node in program.sent)
             for program in programs[:-1]
         )
+        sent = [[traced.values.get(node) for node in program.sent] for program in programs[:-1]]
         return Recording(
             programs=programs,
             borders=borders,
             constants=traced.constants,
             arity=len(inputs),
             known=traced.known,
+            notes=self._skeleton.follower.end_recording(sent),
         )
 
     def _check(self, programs: Sequence[ChunkProgram], constants: Mapping[str, Tensor]) -> None:

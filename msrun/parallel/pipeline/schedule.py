@@ -46,6 +46,7 @@ from msrun.parallel.pipeline.chunks import MICROBATCHES, STAGES
 from msrun.parallel.pipeline.microbatch import MicrobatchSplit, WrittenBuffers
 from msrun.parallel.pipeline.ranks import PipelineRanks
 from msrun.parallel.pipeline.reach.border_reach import BorderReach
+from msrun.parallel.pipeline.record.follower import Follower
 from msrun.parallel.pipeline.timeline import Action, plain_order
 from msrun.parallel.torch_compat import eagerly, is_fake, write_count
 
@@ -79,6 +80,7 @@ class Work:
         tally: Adds losses up, on the last stage.
         check: Called with the ends of the graph of the model and the loss of `loss_fn`.
         buffers: Refuses buffers that several micro-batches write.
+        follower: Follows the model.
         known: Of each output of the model, what mixed samples; None does not look at the loss.
         copies: Runs the slices of a micro-batch in turns; None runs one after the other.
         is_planned: Whether data-parallel ranks run the backward pass of the model together.
@@ -91,6 +93,7 @@ class Work:
     tally: LossTally
     check: Callable[[Sequence[Any], Tensor], None]
     buffers: WrittenBuffers
+    follower: Follower
     known: Sequence[Known] | None = None
     copies: Copies | None = None
     is_planned: bool = False
@@ -267,10 +270,13 @@ class Runner(nn.Module):
         values = list(chain.from_iterable(found))
         if self._sent is _LOSS and count > 1:
             values = [torch.stack([value.to(work.tally.device) for value in values]).sum()]
-        return join_graph(values, tensors)
+        joined = join_graph(values, tensors)
+        work.follower.begin_backward(joined, work.split, first)
+        return joined
 
     def _run_slice(self, work: Work, part: int, received: Sequence[Tensor]) -> list[Tensor]:
         """Return what the chunk sends of a slice of the batch, or the loss alone."""
+        work.follower.begin_part(work.split, part)
         inputs = work.split.padded(work.inputs, part)
         if self._writes is not False:
             # Micro-batches are views of one batch: a write to one would count as one to all.

@@ -24,6 +24,7 @@ from msrun.parallel.losses.batch import StepBatch, input_names, map_leaves, tens
 from msrun.parallel.losses.sample_watch import SampleWatch
 from msrun.parallel.losses.sequence_first import refusing_sequences_first
 from msrun.parallel.pipeline.chunks import STAGES
+from msrun.parallel.pipeline.record.follower import Follower
 from msrun.parallel.pipeline.record.guard import CopyGuard, PythonRandom
 from msrun.parallel.pipeline.record.modes import closing
 from msrun.parallel.pipeline.record.recorder import ForwardRecorder, where
@@ -48,6 +49,7 @@ class Skeleton:
 
     Attributes:
         parts: Micro-batches of a batch.
+        follower: Follows recordings.
     """
 
     def __init__(
@@ -71,6 +73,7 @@ class Skeleton:
         self._opened: dict[str, nn.Module] = {}
         self.watched = WatchedValues()
         self.parts = 2
+        self.follower = Follower()
         originals = dict(model.named_modules())
         for name, module in list(self._copy.named_modules()):
             if name and is_unit(name):
@@ -126,8 +129,11 @@ class Skeleton:
             first: AbstractContextManager[None] = nullcontext()
             if watch:
                 first = refusing_sequences_first(self._copy, watch)
+            around = self.follower.around_recording(tensors_in(values))
+            in_recording = self.follower.in_recording()
+            finding = self.watched.finding(recorder.note)
             try:
-                with first, watch or nullcontext(), self.watched.finding(recorder.note), recorder:
+                with first, watch or nullcontext(), around, finding, recorder, in_recording:
                     output = self._copy.forward(*args, **named)
                 self._check(self.watched.changed(), states.changed())
                 recorder.finish(output)

@@ -1,4 +1,4 @@
-"""Checkpoints of a transformer between cp, grids, tensor parallel, ZeRO and one rank."""
+"""Checkpoints of a transformer between cp, stages, grids, tensor parallel, ZeRO and one rank."""
 
 import pytest
 import torch
@@ -40,6 +40,15 @@ LAYOUTS = {
         4,
         {"mesh": {"dp": 2, "cp": 2}, "plan": CONTEXT, "optimizer": {"zero": 3}},
     ),
+    "cp, pp": (
+        4,
+        {
+            "mesh": {"pp": 2, "cp": 2},
+            "plan": CONTEXT,
+            "pipeline": {"stages": "auto", "microbatches": 2},
+            "optimizer": {"zero": 1},
+        },
+    ),
     "tp": (2, {"mesh": {"tp": 2}, "plan": TENSOR}),
     "zero 3": (2, {"optimizer": {"zero": 3}}),
     "2d": (4, {"mesh": {"x": 2, "y": 2}, "plan": grid("2d", "x", "y")}),
@@ -57,7 +66,8 @@ SAVED_AFTER = 2
 # Source and those that go on from it; in CI each layout is a source and a target at least once.
 ROWS = [
     ("one", ["cp", "2d"]),
-    ("cp", ["one", "tp", "zero 3"]),
+    ("cp", ["one", "tp", "zero 3", "cp, pp"]),
+    ("cp, pp", ["one", "cp", "2d"]),
     ("tp", ["cp", "2d"]),
     ("zero 3", ["cp, dp, zero 3"]),
     ("2d", ["one", "tp", "2d, dp, zero 1"]),
@@ -90,7 +100,8 @@ def resumed(config, folder):
 def prepared(config):
     """Return runtime, model, optimizer, and a function for each step that returns its loss."""
     runtime = msrun.init(config)
-    network = runtime.shard(build("transformer"))
+    sample = batches("transformer")[0][:1] if "pipeline" in config else None
+    network = runtime.shard(build("transformer"), sample=sample)
     update = runtime.optimizer(OPTIMIZERS["adamw"](network.parameters()))
     share, count = runtime.coordinate.get("dp", 0), runtime.layout.size("dp")
 

@@ -116,7 +116,8 @@ def loss_fn(output, target):
 def trained(config, make, keep=None):
     """Return losses and weights after three steps of AdamW, of the part of this rank."""
     with msrun.init(config) as rt:
-        model = rt.shard(build(make))
+        sample = (batches()[0][0],) if keep is None else (batches()[0][0], keep)
+        model = rt.shard(build(make), sample=sample if "pipeline" in config else None)
         optimizer = rt.optimizer(torch.optim.AdamW(model.parameters(), lr=1e-2))
         ranks, rank = rt.layout.size("dp"), rt.coordinate.get("dp", 0)
         losses = []

@@ -121,12 +121,13 @@ def learned(config, name, texts, uses_cache):
     """Return losses and weights after steps on the same texts."""
     with msrun.init(config) as rt:
         torch.manual_seed(3)
-        model = rt.shard(MODELS[name]().double())
-        optimizer = rt.optimizer(torch.optim.SGD(model.parameters(), lr=0.1, momentum=0.9))
         ranks, rank = rt.layout.size("dp"), rt.coordinate.get("dp", 0)
         given = {key: tensor for key, tensor in texts.items() if tensor is not None}
         part = {key: tensor.tensor_split(ranks)[rank] for key, tensor in given.items()}
         part["use_cache"] = uses_cache
+        sample = part if "pipeline" in config else None
+        model = rt.shard(MODELS[name]().double(), sample=sample)
+        optimizer = rt.optimizer(torch.optim.SGD(model.parameters(), lr=0.1, momentum=0.9))
         losses = [rt.step(model, optimizer, part) for _ in range(3)]
         weights = {key: full_tensor(p.detach()) for key, p in model.named_parameters()}
         return torch.stack(losses), weights
@@ -145,6 +146,66 @@ def test_parts_of_packed_documents_equal_whole_texts(name, uses_cache):
             torch.testing.assert_close(found, losses, rtol=0, atol=4e-6)
             for key, weight in weights.items():
                 torch.testing.assert_close(after[key], weight, rtol=0, atol=1e-6)
+
+
+def staged(schedule="1f1b", microbatches=2, rule=RULE, **more):
+    return {
+        "mesh": {"pp": 2, "cp": 2},
+        "plan": [rule],
+        "pipeline": {"stages": "auto", "schedule": schedule, "microbatches": microbatches},
+        **more,
+    }
+
+
+LAYERS = {"recompute": {"modules": ["model.layers.*"]}}
+STAGED = {
+    "Llama": [(4, staged()), (4, staged("zbv", 4, optimizer={"zero": 1}, **LAYERS))],
+    "GPT-2": [(4, staged("gpipe", 4, {**RULE, "kind": "ring"}))],
+    "Llama, checkpointed": [
+        (4, staged("interleaved", 4, {**RULE, "kind": "ring"})),
+        (8, staged(mesh={"pp": 2, "cp": 2, "tp": 2}, plan=["auto_tp", RULE])),
+    ],
+}
+TEXTS = {
+    "whole": batch(is_padded=False),
+    "padded": batch(is_padded=True),
+    "packed": packed(),
+}
+
+
+@pytest.mark.parametrize("uses_cache", [False])
+@pytest.mark.parametrize("kind", TEXTS)
+@pytest.mark.parametrize("name", STAGED)
+def test_stages_with_parts_of_texts_equal_whole_texts(name, kind, uses_cache):
+    given = name, TEXTS[kind], uses_cache
+    losses, weights = run_warm(learned, 1, {}, *given)[0]
+    for ranks, config in STAGED[name]:
+        names = set()
+        for found, after in run_warm(learned, ranks, config, *given):
+            # Stages add losses up in the type of what they send.
+            torch.testing.assert_close(found.double(), losses.double(), rtol=0, atol=4e-6)
+            names |= set(after)
+            for key, weight in after.items():
+                whole = weights.get(key, weights.get("transformer.wte.weight"))
+                torch.testing.assert_close(weight, whole, rtol=0, atol=1e-6)
+        assert names >= set(weights)
+
+
+def in_turns(config):
+    """Return the losses of steps on texts of each kind, in one model."""
+    with msrun.init(config) as rt:
+        torch.manual_seed(3)
+        texts = [TEXTS[kind] | {"use_cache": False} for kind in ("padded", "packed", "whole")]
+        model = rt.shard(llama().double(), sample=texts[0] if "pipeline" in config else None)
+        optimizer = rt.optimizer(torch.optim.SGD(model.parameters(), lr=0.1))
+        return torch.stack([rt.step(model, optimizer, one) for one in texts * 2])
+
+
+def test_padding_and_documents_end_with_their_batch():
+    losses = run_warm(in_turns, 1, {})[0].double()
+    for config in (staged(), staged("gpipe", 4, {**RULE, "kind": "ring"})):
+        for found in run_warm(in_turns, 4, config):
+            torch.testing.assert_close(found.double(), losses, rtol=0, atol=4e-6)
 
 
 def saved(config):

@@ -87,7 +87,7 @@ def test_ranks_that_share_images_are_data_parallel_ranks():
     layout = resolve(config, 8)
     assert layout.images == ("h", "w")
     assert plan_axes(layout) == ()
-    assert tokens_as_data(config, layout).axes == {"dp": 8}
+    assert tokens_as_data(layout).axes == {"dp": 8}
 
 
 def test_rows_are_divided_unless_there_are_fewer_than_ranks():
