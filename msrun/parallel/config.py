@@ -347,7 +347,6 @@ class ParallelConfig(ConfigSection, frozen=True, kw_only=True):
         """Refuse what knows one device alone."""
         others = {
             "mode auto plans whole models": self.mode == "auto",
-            "stages of a pipeline have one device each": self.pipeline is not None,
             "verify compares what is on the device": bool(self.verify),
             "precision fp16 looks at gradients on the device": self.precision == "fp16",
         }

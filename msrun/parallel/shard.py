@@ -28,7 +28,7 @@ from torch import nn
 from msrun import environ
 from msrun.errors import ModelError
 from msrun.parallel import torch_compat
-from msrun.parallel.config import DATA_AXIS, PIPELINE_AXIS, ROOT, ParallelConfig
+from msrun.parallel.config import DATA_AXIS, PIPELINE_AXIS, ROOT, ParallelConfig, Pipeline
 from msrun.parallel.data_parallel import parameter_hooks, reductions, sparse_embedding
 from msrun.parallel.data_parallel.parameter_hooks import ParameterHooks
 from msrun.parallel.data_parallel.parameter_snapshot import ParameterSnapshot
@@ -164,17 +164,9 @@ def shard_model(config: ParallelConfig, rank: Rank, model: nn.Module, sample: Sa
     if context.world_size > 1:
         broadcast_weights(model, resolved.excluded)
     if config.pipeline:
-        from msrun.parallel.pipeline.model import split_model
-        from msrun.parallel.pipeline.ranks import check_parameters
-
-        group = context.group(PIPELINE_AXIS)
-        model = split_model(
-            model, config.pipeline, group, context.device, sample, slices=config.copies
-        )
-        check_parameters(model, group, context.device)
-        # With `batch_norm: local` buffers follow what a rank sees at once.
-        model.written_buffers.is_checked |= config.batch_norm == "local"
+        model = _cut(context, config.pipeline, model, sample, resolved)
         weights = fill.find(model) if is_deferred else None
+    host_tables.attach(model, resolved.placed, context.device)
     state = _make_parallel(context, model, resolved, originals, weights)
     watch_plain_tensors(plain, model)
     if config.pipeline:
@@ -182,6 +174,29 @@ def shard_model(config: ParallelConfig, rank: Rank, model: nn.Module, sample: Sa
     if context.world_size > 1:
         split_random_streams(context)
     return Sharded(model, state, context)
+
+
+def _cut(
+    context: RankContext, settings: Pipeline, model: nn.Module, sample: Sample, plan: _ResolvedPlan
+) -> nn.Module:
+    """Return this rank's stage of `model`, which is used up."""
+    from msrun.parallel.pipeline.model import split_model
+    from msrun.parallel.pipeline.ranks import check_parameters
+
+    group = context.group(PIPELINE_AXIS)
+    stage = split_model(
+        model,
+        settings,
+        group,
+        context.device,
+        sample,
+        slices=plan.config.copies,
+        placed=plan.placed,
+    )
+    check_parameters(stage, group, context.device)
+    # With `batch_norm: local` buffers follow what a rank sees at once.
+    stage.written_buffers.is_checked |= plan.config.batch_norm == "local"
+    return stage
 
 
 def _leave_tables(context: RankContext, model: nn.Module, resolved: _ResolvedPlan) -> None:

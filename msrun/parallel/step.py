@@ -231,7 +231,7 @@ def clip(
     unreduced |= {param: rows.group for param, rows in tables if rows}
     if sharded.is_pipeline:
         counted_elsewhere = sharded.pipeline().borrowed()
-        pipeline = context.group(PIPELINE_AXIS)
+        pipeline = context.group(PIPELINE_AXIS), context.device
     return clip_gradients(
         sharded.parameters(),
         max_norm,

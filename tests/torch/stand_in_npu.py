@@ -23,7 +23,7 @@ NAME = "npu"
 # Kinds of devices in DLPack's header: that of the host, and that of an extension.
 _HOST, _EXTENSION = 1, 12
 _COLLECTIVES = ("allreduce_", "broadcast_", "allgather_")
-_COLLECTIVES += ("_allgather_base_", "_reduce_scatter_base_")
+_COLLECTIVES += ("_allgather_base_", "_reduce_scatter_base_", "send", "recv_")
 
 _libraries = []
 calls = Counter()

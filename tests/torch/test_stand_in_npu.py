@@ -43,6 +43,11 @@ CASES = [
     (4, DP_TP | {"plan": MLP} | zero(1), {REDUCE, GATHER, SCATTER}),
     (2, PLACE | {"accumulate": 2}, {REDUCE}),
     (2, PLACE | zero(3), {REDUCE, GATHER, SCATTER}),
+    (
+        2,
+        PLACE | {"mesh": {"pp": 2}, "pipeline": {"stages": {"[01]": 0, "2": 1}, "microbatches": 2}},
+        {REDUCE, "send", "recv_"},
+    ),
 ]
 # What every worker would import by itself: torch's part of it takes longer than all steps.
 IMPORTED = "ranks,msrun.parallel.preload"
@@ -118,6 +123,9 @@ def test_steps_on_the_device_learn_what_one_process_does(learned, case):
     is_placed = "place" in CASES[case][1]
     expected = with_table() if is_placed else oracle()
     assert_equal_curves([losses for losses, *_ in found], expected)
-    for _, places, calls in found:
-        assert places == ["cpu"] * is_placed + ["npu:0"]
+    has_stages = "pipeline" in CASES[case][1]
+    for rank, (_, places, calls) in enumerate(found):
+        has_table = is_placed and not (has_stages and rank)
+        has_layers = rank or not has_stages
+        assert places == ["cpu"] * has_table + ["npu:0"] * bool(has_layers)
         assert set(calls) - {"operators", *MESSAGES} == collectives

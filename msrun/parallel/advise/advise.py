@@ -11,12 +11,16 @@ from torch import nn
 from msrun.errors import ModelError, UsageError
 from msrun.parallel.advise.estimate import STATES, Estimator, axis_of, kind_of
 from msrun.parallel.advise.techniques import (
+    ACTIVATIONS,
     GRIDS,
     IMAGES,
+    OPTIMIZER,
+    PLACE,
     SHARDED_PARAMETERS,
     Technique,
     bubble,
     divided,
+    on_host,
     rank,
     techniques,
 )
@@ -26,6 +30,10 @@ from msrun.parallel.auto.outlines import outline_of
 from msrun.parallel.auto.tracing.structure import leaf_tensors
 from msrun.parallel.search.cost.topology import Topology
 
+# Slices of a batch: one computes while the collective of the other is on its way.
+_COPIES = 2
+_MIB = 2**20
+
 
 class Row(msgspec.Struct, frozen=True, kw_only=True):
     """One technique for a model.
@@ -34,6 +42,7 @@ class Row(msgspec.Struct, frozen=True, kw_only=True):
         name: Of the technique.
         nbytes: Of a rank.
         sent: Bytes that a rank sends in a step.
+        moved: Bytes that travel to the host and back in a step.
         cost: What it costs in time.
         fits: Whether the bytes are there.
         config: Its configuration.
@@ -42,6 +51,7 @@ class Row(msgspec.Struct, frozen=True, kw_only=True):
     name: str
     nbytes: int
     sent: int
+    moved: int
     cost: str
     fits: bool
     config: dict[str, Any]
@@ -149,8 +159,10 @@ class _Advisor:
         )
         for one in plain:
             self._look(one, is_shown=self._estimator.has_run(one))
+        self._look_at_host()
         for one in divided(self._estimator.divisible(request.topology.per_node)):
             self._look(one, is_shown=not self._has(one))
+        self._look_at_copies()
         self._look_at_whole_models()
         rows = sorted(self._rows, key=lambda found: rank(found[0]))
         chosen, row = next(((one, row) for one, row in rows if row.fits), (None, None))
@@ -164,6 +176,50 @@ class _Advisor:
             config={} if row is None else row.config,
             notes=[] if chosen is None else _notes(chosen),
         )
+
+    def _look_at_host(self) -> None:
+        """Add rows of what may be in the memory of the host."""
+        estimator = self._estimator
+        if self._request.topology.name == "cpu":
+            self._refused["place, offload"] = "ranks on hosts have the memory of the host alone"
+            return
+        kinds = [OPTIMIZER]
+        if estimator.blocks:
+            kinds.insert(0, ACTIVATIONS)
+        else:
+            self._refused[ACTIVATIONS] = "no list of blocks is found, whose activations could go"
+        if estimator.tables:
+            kinds.insert(0, PLACE)
+        else:
+            self._refused[PLACE] = (
+                "no table that no other module shares has a sixteenth of the parameters"
+            )
+        found = on_host(
+            kinds,
+            self._local if estimator.can_cut else 1,
+            can_recompute=bool(estimator.blocks),
+            world=self._request.world,
+        )
+        for one in found:
+            # Beside each other only where one does not do.
+            is_single = len(one.on_host) == 1 and not self._has(one)
+            if not self._refused.keys() & {*one.on_host}:
+                self._look(one, is_shown=is_single)
+
+    def _look_at_copies(self) -> None:
+        """Add a row of copies for the first of the divisions of operators."""
+        tensor = [one for one, _ in self._rows if kind_of(one) == "tp"]
+        if not tensor:
+            return
+        one = msgspec.structs.replace(tensor[0], copies=_COPIES)
+        local = self._local * one.tp
+        problem = "a batch norm needs all samples at once" if not self._estimator.can_cut else ""
+        if local % _COPIES:
+            problem = f"{local} samples do not divide into {_COPIES} slices"
+        if problem:
+            self._refused["copies"] = problem
+        else:
+            self._look(one, is_shown=True)
 
     def _look_at_whole_models(self) -> None:
         """Add a row for each grid, and for parts of images."""
@@ -194,17 +250,45 @@ class _Advisor:
         except ModelError as error:
             if one.is_plain:
                 raise
+            if one.on_host:
+                self._refused |= dict.fromkeys(one.on_host, error.message)
+                return
             self._refused[axis_of(one)] = error.message
             return
+        moved = round(self._estimator.moved(one)) if one.on_host else 0
         row = Row(
             name=one.name,
             nbytes=nbytes,
             sent=round(sent),
-            cost=_cost(one),
+            moved=moved,
+            cost=self._cost(one, moved),
             fits=nbytes <= self._request.memory,
             config=self._estimator.config(one),
         )
         self._rows.append((one, row))
+
+    def _cost(self, one: Technique, moved: int) -> str:
+        costs = {
+            "half as much traffic again": one.zero == SHARDED_PARAMETERS,
+            "blocks compute their forward twice": one.recompute,
+            f"{one.accumulate} smaller passes a step": one.accumulate > 1,
+            "tokens travel to their experts and back": one.ep > 1,
+            "ranks exchange tokens in each attention": one.cp > 1,
+            "ranks wait for each other in each block": one.tp > 1,
+            "ranks wait for each other in each product": one.whole in GRIDS,
+            "ranks exchange rows at their borders": one.whole == IMAGES,
+            f"{one.microbatches} smaller passes a step, ranks wait {bubble(one):.0%}": one.pp > 1,
+            f"{moved / _MIB:.3g} MiB to the host and back a step": bool(one.on_host),
+            "the host updates the parameters": OPTIMIZER in one.on_host,
+        }
+        found = [text for text, is_so in costs.items() if is_so]
+        if one.copies > 1:
+            hidden = self._estimator.hidden(one, self._request.topology)
+            found.append(
+                f"{one.copies} times the collectives, beside which a slice computes: up to "
+                f"{hidden:.0%} of the time saved"
+            )
+        return ", ".join(found) or "none"
 
 
 def _notes(one: Technique) -> list[str]:
@@ -217,21 +301,13 @@ def _notes(one: Technique) -> list[str]:
         ),
         f"ranks of {names} get the same batch, as rt.loader gives it": one.whole in GRIDS,
         "ranks of tp get the same batch, as rt.loader gives it": one.tp > 1,
+        "train by rt.step: it cuts the batch into copies": one.copies > 1,
+        "the estimate is of activations that travel as fast as blocks compute": (
+            ACTIVATIONS in one.on_host
+        ),
+        "give the optimizer foreach=True, which torch does not choose on two devices": (
+            PLACE in one.on_host
+        ),
         "the estimate is of tokens that spread evenly over experts": one.ep > 1,
     }
     return [text for text, is_so in notes.items() if is_so]
-
-
-def _cost(one: Technique) -> str:
-    costs = {
-        "half as much traffic again": one.zero == SHARDED_PARAMETERS,
-        "blocks compute their forward twice": one.recompute,
-        f"{one.accumulate} smaller passes a step": one.accumulate > 1,
-        "tokens travel to their experts and back": one.ep > 1,
-        "ranks exchange tokens in each attention": one.cp > 1,
-        "ranks wait for each other in each block": one.tp > 1,
-        "ranks wait for each other in each product": one.whole in GRIDS,
-        "ranks exchange rows at their borders": one.whole == IMAGES,
-        f"{one.microbatches} smaller passes a step, ranks wait {bubble(one):.0%}": one.pp > 1,
-    }
-    return ", ".join(text for text, is_so in costs.items() if is_so) or "none"

@@ -9,7 +9,7 @@ leaves these modules alone.
 from __future__ import annotations
 
 import warnings
-from collections.abc import Collection, Iterator, Mapping, Sequence
+from collections.abc import Collection, Iterator, Sequence
 from functools import partial
 from typing import Any, NamedTuple
 
@@ -17,15 +17,14 @@ import msgspec
 from torch import nn
 
 from msrun.errors import ModelError
-from msrun.parallel.advise.rank_work import RankWork
+from msrun.parallel.advise.rank_work import CountedDivision, RankWork
 from msrun.parallel.advise.ranks import Operators, Tokens, first_of
-from msrun.parallel.advise.simulate import Division, Peaks, Undivided, simulate
+from msrun.parallel.advise.simulate import Peaks, Undivided, simulate
 from msrun.parallel.advise.techniques import Divisible, Technique, divided
 from msrun.parallel.config import DATA_AXIS, TENSOR_AXIS
 from msrun.parallel.rank_context import RankContext
 from msrun.parallel.search.modules.attention import AttentionCall
 from msrun.parallel.settings.plan_rules import CONTEXT_AXIS
-from msrun.parallel.sharded_model import Context, entered
 from msrun.parallel.torch_compat import fake_ranks
 
 
@@ -113,32 +112,15 @@ def _run(  # noqa: PLR0917 - as of `combined_pass`
     operators = Operators(context, one.tp, axis, apart)
     work = RankWork(context.group(axis).group_name)
     if one.cp == 1:
-        peaks = simulate(model, sample, recomputed, _Counted(operators, work), apart)
+        peaks = simulate(model, sample, recomputed, CountedDivision(operators, work), routed=apart)
         return CombinedPass(peaks, work)
     tokens = Tokens(context, _context_rule(one), one.cp, operators.apply)
-    peaks = simulate(model, sample, recomputed, _Counted(tokens, work))
+    peaks = simulate(model, sample, recomputed, CountedDivision(tokens, work))
     return CombinedPass(peaks, work, tokens.attention)
 
 
 def whole_work(model: nn.Module, sample: Sequence[Any], recomputed: Sequence[str]) -> RankWork:
     """Return what a rank that shares nothing computes."""
     work = RankWork()
-    simulate(model, sample, recomputed, _Counted(Undivided(), work))
+    simulate(model, sample, recomputed, CountedDivision(Undivided(), work))
     return work
-
-
-class _Counted:
-    """A division whose pass is counted; a `Division`."""
-
-    def __init__(self, division: Division, work: RankWork) -> None:
-        self._division, self._work = division, work
-        self.ranks, self.divides_tokens = division.ranks, division.divides_tokens
-
-    def apply(self, net: nn.Module) -> tuple[Context, Context]:
-        """Have `net` compute as on one rank, in place."""
-        computing, again = self._division.apply(net)
-        return partial(entered, [computing, self._work.counted]), again
-
-    def part(self, net: nn.Module, inputs: list[Any]) -> tuple[Sequence[Any], Mapping[str, Any]]:
-        """Return what a rank calls `net` with."""
-        return self._division.part(net, inputs)

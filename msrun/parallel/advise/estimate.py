@@ -16,6 +16,7 @@ from torch import nn
 
 from msrun.errors import ModelError
 from msrun.parallel.advise.combined import CombinedPass, combined_pass, whole_work
+from msrun.parallel.advise.host_memory import OnHost, large_tables
 from msrun.parallel.advise.rank_work import RankWork
 from msrun.parallel.advise.ranks import (
     expert_rules,
@@ -27,12 +28,16 @@ from msrun.parallel.advise.ranks import (
 from msrun.parallel.advise.simulate import Peaks, batch_norms, simulate
 from msrun.parallel.advise.stages import stages_of
 from msrun.parallel.advise.techniques import (
+    ACTIVATIONS,
     IMAGES,
+    OPTIMIZER,
+    PLACE,
     Divisible,
     ModelBytes,
     Technique,
     rank_bytes,
     stage_bytes,
+    to_host,
     traffic,
 )
 from msrun.parallel.auto.left_out import expert_modules, long_sequences
@@ -43,9 +48,12 @@ from msrun.parallel.data_parallel.zero import units
 from msrun.parallel.experts.outline import listed_experts
 from msrun.parallel.experts.routed import check_module
 from msrun.parallel.experts.rules import check as check_experts
+from msrun.parallel.host import activations
 from msrun.parallel.layers.recompute import find
 from msrun.parallel.notation.mesh_layout import EXPERT_AXIS, MeshLayout
 from msrun.parallel.search.alternatives.one_rank import Alternative
+from msrun.parallel.search.cost.topology import Topology
+from msrun.parallel.settings.host import Offload
 from msrun.parallel.settings.plan_rules import PlanRule
 from msrun.parallel.tensor.describe import describe_modules
 from msrun.parallel.tensor.plan import plan_modules
@@ -71,6 +79,7 @@ class Estimator:
         experts: Modules of experts, with their number.
         is_outline: Whether some are lists, of which the model has outlines.
         can_cut: Whether a batch may be cut into micro-batches.
+        tables: Tables that are worth a place on the host.
     """
 
     def __init__(
@@ -92,8 +101,10 @@ class Estimator:
         self._lists = listed_experts(model)
         self.is_outline = bool(self._lists)
         self.can_cut = not batch_norms(model)
+        self.tables = large_tables(model)
         self._known: dict[Technique, Peaks] = {}
         self._works: dict[Technique, CombinedPass] = {}
+        self._turns: dict[Technique, RankWork] = {}
         self._whole: dict[tuple[int, bool], RankWork] = {}
         self._kinds: dict[int, str] = {}
         self._sizes: dict[tuple[int, int], ModelBytes] = {}
@@ -134,16 +145,34 @@ class Estimator:
         if one.pp > 1:
             return self._of_stages(one, ranks, local, again)
         peaks = self.peaks(one)
-        sizes = self.sizes(one, peaks.parts)
+        placed = [f"{name}.weight" for name in self.tables] if PLACE in one.on_host else []
+        sizes = self.sizes(one, {**peaks.parts, **dict.fromkeys(placed, 0.0)})
         batch = sum(x.nbytes for x in leaf_tensors(resized(self._sample, local)))
         nbytes = rank_bytes(one, sizes, peaks, batch, world=ranks, is_host=self._is_host)
         if one.whole:
             return nbytes, self._wholes[one].sent
         sent = traffic(one, sizes, ranks) + peaks.sent * one.accumulate
+        # Whole tables are reduced on the host.
+        sent += sum(self._model.get_parameter(name).nbytes for name in placed) * _twice(ranks)
         if one.ep > 1:
             nbytes += peaks.routed
             sent += 4 * peaks.routed * (one.ep - 1) / one.ep
         return nbytes, sent
+
+    def moved(self, one: Technique) -> float:
+        """Return the bytes that travel to the host and back in a step of what `on_host` has."""
+        peaks = self.peaks(one)
+        return to_host(one, self.sizes(one), peaks, self._world)
+
+    def hidden(self, one: Technique, topology: Topology) -> float:
+        """Return the share of the time of a step that copies of divided operators save at most."""
+        plain = msgspec.structs.replace(one, copies=1)
+        *_, wire = topology.wires((self._world // one.tp, one.tp))
+        self.peaks(one)
+        self.peaks(plain)
+        alone, in_turns = self._turns[_pass(plain)], self._turns[_pass(one)]
+        least = max(in_turns.computed(topology), in_turns.sent(wire))
+        return max(0.0, 1 - least / (alone.computed(topology) + alone.sent(wire)))
 
     def peaks(self, one: Technique) -> Peaks:
         """Return what one pass of a technique without stages takes.
@@ -155,7 +184,7 @@ class Estimator:
         key = _pass(one)
         if key not in self._known:
             local = self._batch // (self._world // one.apart)
-            sample = resized(self._sample, local // one.accumulate)
+            sample = resized(self._sample, local // one.accumulate // one.copies)
             again = self._recomputed() if one.recompute else []
             if one.whole:
                 divided = images_divided if one.whole == IMAGES else grid_divided
@@ -165,15 +194,31 @@ class Estimator:
                 run = combined_pass(self._model, sample, again, one, self.experts.keys())
                 self._works[key], peaks = run, run.peaks
             elif one.tp > 1:
-                peaks = operators_divided(self._model, sample, again, one.tp)
+                peaks, self._turns[key] = operators_divided(
+                    self._model, sample, again, one.tp, copies=one.copies
+                )
             elif one.cp > 1:
                 peaks, kind, sent = tokens_divided(self._model, sample, again, one.cp, one.kind)
                 self._kinds[one.cp] = kind
                 peaks = peaks._replace(sent=sent)
             else:
-                peaks = simulate(self._model, sample, again, routed=list(self.experts))
+                on_host = self._on_host(one)
+                routed = list(self.experts)
+                peaks = simulate(self._model, sample, again, routed=routed, on_host=on_host)
             self._known[key] = peaks
         return self._known[key]
+
+    def _on_host(self, one: Technique) -> OnHost:
+        """Return what is on the host.
+
+        Raises:
+            ModelError: The runtime has no way there for the blocks.
+        """
+        names: list[str] = []
+        if ACTIVATIONS in one.on_host:
+            config = ParallelConfig(offload=Offload(activations=self.blocks))
+            names = activations.find(config, self._model, [])
+        return OnHost(self.tables if PLACE in one.on_host else [], names)
 
     def _check_outline(self, one: Technique) -> None:
         """Refuse what divides operators or tokens around a list of experts.
@@ -294,15 +339,28 @@ class Estimator:
             )
             for position, stage in enumerate(found)
         ]
-        share = 2 * (ranks - 1) / ranks
         sent = [
-            share * stage.params + one.microbatches * (stage.sent + stage.received)
+            _twice(ranks) * stage.params + one.microbatches * (stage.sent + stage.received)
             for stage in found
         ]
         return max(nbytes), max(sent)
 
     def config(self, one: Technique) -> dict[str, Any]:
         """Return the configuration of a technique, whose pass has run."""
+        offload = {"offload": True} if OPTIMIZER in one.on_host else {}
+        others = {
+            "optimizer": {"zero": one.zero, **offload} if one.zero else None,
+            "recompute": {"modules": self.blocks} if one.recompute else None,
+            "accumulate": one.accumulate if one.accumulate > 1 else None,
+            "copies": one.copies if one.copies > 1 else None,
+            "place": dict.fromkeys(self.tables, "cpu") if PLACE in one.on_host else None,
+            "offload": {"activations": self.blocks} if ACTIVATIONS in one.on_host else None,
+        }
+        chosen = {key: value for key, value in others.items() if value is not None}
+        return self._on_axes(one) | chosen
+
+    def _on_axes(self, one: Technique) -> dict[str, Any]:
+        """Return the mesh of a technique, and what divides the model over it."""
         config: dict[str, Any] = {"mesh": {"dp": -1}}
         if one.whole:
             config = {**self._wholes[one].config, "mesh": {"dp": -1, **dict(one.axes)}}
@@ -320,12 +378,6 @@ class Estimator:
         if one.pp > 1:
             stages = {"stages": "auto", "microbatches": one.microbatches}
             config = {"mesh": {"pp": one.pp, "dp": -1}, "pipeline": stages}
-        if one.zero:
-            config["optimizer"] = {"zero": one.zero}
-        if one.recompute:
-            config["recompute"] = {"modules": self.blocks}
-        if one.accumulate > 1:
-            config["accumulate"] = one.accumulate
         return config
 
 
@@ -333,21 +385,28 @@ def _pass(one: Technique) -> Technique:
     """Return the technique whose pass is that of `one`: without what happens around it."""
     # Operators are divided apart from experts, whatever the number of ranks that share these.
     ep = min(one.ep, 2) if one.is_combined else 1
-    return msgspec.structs.replace(one, zero=0, ep=ep)
+    kinds = tuple(kind for kind in one.on_host if kind != OPTIMIZER)
+    return msgspec.structs.replace(one, zero=0, ep=ep, on_host=kinds)
+
+
+def _twice(ranks: int) -> float:
+    """Return the share of a tensor that a rank sends in an all-reduce."""
+    return 2 * (ranks - 1) / ranks
 
 
 def axis_of(one: Technique) -> str:
-    """Return the axes and their sizes beside `dp` of a technique; empty without one."""
+    """Return what a technique has beside `dp`: axes and sizes, and what is on the host."""
     if one.whole:
         return one.on_axes
-    sizes = {"ep": one.ep, "cp": one.cp, "tp": one.tp, "pp": one.pp}
-    return " + ".join(f"{axis} {size}" for axis, size in sizes.items() if size > 1)
+    sizes = {"ep": one.ep, "cp": one.cp, "tp": one.tp, "pp": one.pp, "copies": one.copies}
+    parts = [f"{axis} {size}" for axis, size in sizes.items() if size > 1]
+    return " + ".join([*parts, *one.on_host])
 
 
 def kind_of(one: Technique) -> str:
-    """Return the axes beside `dp` of a technique, or what divides the whole model; else nothing."""
-    if one.whole:
-        return one.whole
+    """Return what a technique has beside `dp`, without sizes."""
+    if one.whole or one.on_host:
+        return one.whole or axis_of(one)
     return " + ".join(part.partition(" ")[0] for part in axis_of(one).split(" + "))
 
 

@@ -9,18 +9,20 @@ The quotient of two passes then is the share of the computation that a rank is l
 from __future__ import annotations
 
 import math
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from contextlib import AbstractContextManager
+from functools import partial
 from typing import Any
 
-from torch import Tensor
+from torch import Tensor, nn
 from torch.utils.flop_counter import flop_registry
 
-from msrun.parallel.advise.simulate import is_plain
+from msrun.parallel.advise.simulate import Division, is_plain
 from msrun.parallel.auto.tracing.structure import leaf_tensors
 from msrun.parallel.search.cost.cost import collective
 from msrun.parallel.search.cost.redistribution import MoveKind
 from msrun.parallel.search.cost.topology import Topology, Wire
+from msrun.parallel.sharded_model import Context, entered
 from msrun.parallel.torch_compat import dispatching
 
 _COLLECTIVES = {
@@ -81,6 +83,23 @@ class RankWork:
             nbytes = _nbytes([*args, *kwargs.values(), output])
             self._operators.append((_flops(func, args, kwargs, output), nbytes))
         return output
+
+
+class CountedDivision:
+    """A division whose pass is counted; a `Division`."""
+
+    def __init__(self, division: Division, work: RankWork) -> None:
+        self._division, self._work = division, work
+        self.ranks, self.divides_tokens = division.ranks, division.divides_tokens
+
+    def apply(self, net: nn.Module) -> tuple[Context, Context]:
+        """Have `net` compute as on one rank, in place."""
+        computing, again = self._division.apply(net)
+        return partial(entered, [computing, self._work.counted]), again
+
+    def part(self, net: nn.Module, inputs: list[Any]) -> tuple[Sequence[Any], Mapping[str, Any]]:
+        """Return what a rank calls `net` with."""
+        return self._division.part(net, inputs)
 
 
 def _nbytes(values: Sequence[Any]) -> float:

@@ -21,6 +21,7 @@ from torch.nn import functional
 from torch.overrides import TorchFunctionMode
 
 from msrun.errors import ModelError
+from msrun.parallel.advise.rank_work import CountedDivision, RankWork
 from msrun.parallel.advise.simulate import Peaks, simulate
 from msrun.parallel.config import DATA_AXIS
 from msrun.parallel.config_file import read_config
@@ -43,9 +44,21 @@ _TENSOR_AXIS, _OF_GRID = "advised_tp", "advised_"
 
 
 def operators_divided(
-    model: nn.Module, sample: Sequence[Any], recomputed: Sequence[str], ranks: int
-) -> Peaks:
+    model: nn.Module,
+    sample: Sequence[Any],
+    recomputed: Sequence[str],
+    ranks: int,
+    *,
+    copies: int = 1,
+) -> tuple[Peaks, RankWork]:
     """Return what a pass takes on one of `ranks` over which `plan: auto_tp` divides operators.
+
+    Args:
+        model: On the device `meta`.
+        sample: Of a local batch, or of one of its copies.
+        recomputed: Modules that recompute.
+        ranks: That share operators.
+        copies: Slices of the batch that take turns.
 
     Raises:
         ModelError: The plan finds nothing to divide, or the model needs values.
@@ -53,7 +66,9 @@ def operators_divided(
     try:
         with fake_ranks(ranks):
             context = first_of({_TENSOR_AXIS: ranks}, plan=["auto_tp"])
-            return simulate(model, sample, recomputed, Operators(context, ranks))
+            work = RankWork(context.group(_TENSOR_AXIS).group_name)
+            division = CountedDivision(Operators(context, ranks), work)
+            return simulate(model, sample, recomputed, division, slices=copies), work
     except ModelError as error:
         raise ModelError(error.message.replace(_TENSOR_AXIS, "tp"), hint=error.hint) from None
 

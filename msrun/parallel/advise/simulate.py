@@ -22,6 +22,7 @@ import torch
 from torch import Tensor, nn
 
 from msrun.errors import ModelError
+from msrun.parallel.advise.host_memory import OnHost
 from msrun.parallel.auto.tracing.structure import leaf_tensors, mapped
 from msrun.parallel.layers import recompute
 from msrun.parallel.local import local_part
@@ -29,6 +30,7 @@ from msrun.parallel.sharded_model import Context
 from msrun.parallel.torch_compat import dispatching, fake_mode, fake_tensors, without_functions
 
 _GROUPED, _MATRIX = "aten::_grouped_mm", 2
+NOTHING = OnHost()
 _PLAIN = ("Tensor", "Parameter", "Buffer", "FakeTensor")
 
 
@@ -42,6 +44,7 @@ class Peaks(NamedTuple):
         sent: Bytes that a rank sends in the collectives of one pass.
         parts: Parameter -> the share of it that a rank has, where that is not all.
         routed: Bytes of the tokens that go to experts, each as often as it has experts.
+        moved: Bytes that travel to the host and back.
     """
 
     total: int
@@ -50,6 +53,7 @@ class Peaks(NamedTuple):
     sent: float = 0.0
     parts: Mapping[str, float] = {}
     routed: int = 0
+    moved: int = 0
 
 
 class Division(Protocol):
@@ -106,6 +110,13 @@ class LiveBytes:
             storage = local_part(tensor).untyped_storage()
             self._live[id(storage)] = 0
             weakref.finalize(storage, self._gone, id(storage))
+
+    def watch(self, net: nn.Module, inputs: Sequence[Tensor]) -> None:
+        """Leave out what `net` and a batch have, and know the gradients of parameters."""
+        self.know([*net.parameters(), *net.buffers(), *inputs])
+        for param in net.parameters():
+            if param.requires_grad:
+                param.register_post_accumulate_grad_hook(lambda p: self.finished(p.grad))
 
     def finished(self, gradient: Tensor | None) -> None:
         """Count a tensor as the gradient of a parameter from now on."""
@@ -189,7 +200,10 @@ def simulate(
     sample: Sequence[Any],
     recomputed: Sequence[str] = (),
     division: Division | None = None,
+    *,
     routed: Sequence[str] = (),
+    on_host: OnHost = NOTHING,
+    slices: int = 1,
 ) -> Peaks:
     """Return the memory of one forward and backward pass of `model`.
 
@@ -199,6 +213,8 @@ def simulate(
         recomputed: Modules that recompute.
         division: Divides it over ranks.
         routed: Names of modules of experts.
+        on_host: What is in the memory of the host.
+        slices: Forwards of such inputs that have one backward pass together.
 
     Raises:
         ModelError: The forward needs values, or the division refuses the model.
@@ -216,15 +232,15 @@ def simulate(
             inputs = mapped(list(sample), _on_host)
             sizes = {name: param.numel() for name, param in net.named_parameters()}
             computing, again = division.apply(net)
+            traffic = on_host.apply(net)
             if recomputed:
                 recompute.apply(net, recomputed, [], again)
-            live.know([*net.parameters(), *net.buffers(), *leaf_tensors(inputs)])
-            for param in net.parameters():
-                if param.requires_grad:
-                    param.register_post_accumulate_grad_hook(lambda p: live.finished(p.grad))
+            live.watch(net, leaf_tensors(inputs))
             with live.counted(), computing():
                 args, named = division.part(net, inputs)
-                loss_of(net(*args, **named), is_part=division.divides_tokens).backward()
+                is_part = division.divides_tokens
+                losses = [loss_of(net(*args, **named), is_part=is_part) for _ in range(slices)]
+                (torch.stack(losses).sum() if slices > 1 else losses[0]).backward()
     except ModelError:
         raise
     except Exception as error:
@@ -236,7 +252,8 @@ def simulate(
         ) from error
     parts = {name: _share(param, sizes.get(name, 0)) for name, param in net.named_parameters()}
     parts = {name: share for name, share in parts.items() if share < 1}
-    return Peaks(live.peak, live.peak_without, sum(normed), live.sent, parts, routed=sum(tokens))
+    found = Peaks(live.peak, live.peak_without, sum(normed), live.sent, parts)
+    return found._replace(routed=sum(tokens), moved=traffic.nbytes)
 
 
 def _counted_tokens(net: nn.Module, routed: Sequence[str]) -> list[int]:

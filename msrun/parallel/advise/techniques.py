@@ -4,6 +4,8 @@ The runtime's own behaviour stands in these sums:
 
 - Data parallel sends gradients from flat buffers.  On a host the buffers of the last step are kept
   for the next one, next to its gradients; elsewhere a few buckets are in flight.
+- Tables on the host, and parameters of an offloaded optimizer with their gradients and state, take
+  nothing of a device but the units that compute.
 - ZeRO stores a share of parameters, gradients and optimizer state.  Levels 1 and 2 gather all
   parameters until the backward pass, level 3 the unit that computes, the next one, and what no unit
   has.  Beside it there are the buffers in which units are gathered and reduced.
@@ -12,7 +14,8 @@ The runtime's own behaviour stands in these sums:
 from __future__ import annotations
 
 import math
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
+from itertools import combinations
 
 import msgspec
 
@@ -23,6 +26,8 @@ from msrun.parallel.advise.stages import StageBytes
 _BUCKETS = 2 * 25 * 2**20
 # Buffers of a unit at a time: gathered, its copies, the next one's, gradients, those sent.
 _UNITS_WHOLE, _UNITS_SHARDED = 3, 5
+# Tensors that Adam makes in between of each parameter that it updates alone.
+_UPDATED = 2
 # Level of ZeRO that shards parameters between forward and backward too.
 SHARDED_PARAMETERS = 3
 # Ranks that share a model at most, and micro-batches for each stage: more would wait too little to
@@ -30,6 +35,10 @@ SHARDED_PARAMETERS = 3
 _SHARED_MAX, _MICROBATCHES_MAX = 64, 4
 
 
+# What is in the memory of the host, and the time that it costs: rows of a batch travel, saved
+# activations, or all parameters, which the host also updates.
+PLACE, ACTIVATIONS, OPTIMIZER = "place", "offload activations", "offload optimizer"
+_ON_HOST = {PLACE: 0.3, ACTIVATIONS: 1.1, OPTIMIZER: 1.5}
 # How alternatives of the search are named.
 IMAGES, GRIDS, DEEP_GRID = "parts of images", ("grid 2d", "grid 2.5d", "grid 3d"), "grid 2.5d"
 # Where grids and parts of images come among what ranks share, by the time that they take.
@@ -88,6 +97,8 @@ class Technique(msgspec.Struct, frozen=True, kw_only=True):
         kind: How they share attention, of `attention.KINDS`; empty is what sends less.
         whole: What divides the whole model, one of `GRIDS` or `IMAGES`; empty if nothing does.
         axes: Its axes and their sizes.
+        on_host: What is in the memory of the host, of `PLACE`, `ACTIVATIONS` and `OPTIMIZER`.
+        copies: Slices of a batch that take turns.
     """
 
     zero: int = 0
@@ -101,6 +112,8 @@ class Technique(msgspec.Struct, frozen=True, kw_only=True):
     kind: str = ""
     whole: str = ""
     axes: tuple[tuple[str, int], ...] = ()
+    on_host: tuple[str, ...] = ()
+    copies: int = 1
 
     @property
     def name(self) -> str:
@@ -112,6 +125,8 @@ class Technique(msgspec.Struct, frozen=True, kw_only=True):
         parts += [f"zero {self.zero}"] if self.zero else []
         parts = parts or ["data parallel"]
         parts += ["recompute"] if self.recompute else []
+        parts += [*self.on_host]
+        parts += [f"copies {self.copies}"] if self.copies > 1 else []
         parts += [f"accumulate {self.accumulate}"] if self.accumulate > 1 else []
         return " + ".join(parts)
 
@@ -141,8 +156,8 @@ class Technique(msgspec.Struct, frozen=True, kw_only=True):
 
     @property
     def is_plain(self) -> bool:
-        """Whether it divides neither operators, layers, sequences nor experts."""
-        return self.apart * self.ep == 1
+        """Whether it divides the batch alone, and has nothing on the host."""
+        return self.apart * self.ep == 1 and not self.on_host
 
 
 def techniques(microbatches: int, *, can_recompute: bool, world: int) -> Iterator[Technique]:
@@ -163,6 +178,38 @@ def techniques(microbatches: int, *, can_recompute: bool, world: int) -> Iterato
         for zero in levels
         # Level 2 differs from 1 where gradients wait for further micro-batches.
         if zero not in (1, 2) or (zero == 1) == (number == 1)
+    ]
+    yield from sorted(found, key=rank)
+
+
+def on_host(
+    kinds: Sequence[str], microbatches: int, *, can_recompute: bool, world: int
+) -> Iterator[Technique]:
+    """Yield what to try that has something in the memory of the host, by its time.
+
+    Args:
+        kinds: What may be there, of `PLACE`, `ACTIVATIONS` and `OPTIMIZER`.
+        microbatches: As of `techniques`.
+        can_recompute: Whether the model has blocks.
+        world: Ranks.
+    """
+    plain = [
+        *techniques(microbatches, can_recompute=can_recompute, world=world),
+        # On one rank the host has all of the optimizer.
+        *(
+            Technique(zero=SHARDED_PARAMETERS, recompute=again)
+            for again in ((False, True) if can_recompute else (False,))
+            if world == 1
+        ),
+    ]
+    found = [
+        msgspec.structs.replace(one, on_host=chosen)
+        for count in range(1, len(kinds) + 1)
+        for chosen in combinations(kinds, count)
+        for one in plain
+        if not (one.recompute and ACTIVATIONS in chosen)
+        if one.zero == SHARDED_PARAMETERS or OPTIMIZER not in chosen
+        if world > 1 or not one.zero or OPTIMIZER in chosen
     ]
     yield from sorted(found, key=rank)
 
@@ -234,6 +281,8 @@ def rank(one: Technique) -> float:
         + 0.5 * (one.zero == SHARDED_PARAMETERS)
         + one.recompute
         + 1.2 * (one.accumulate > 1)
+        + sum(_ON_HOST[kind] for kind in one.on_host)
+        + 0.01 * (one.copies > 1)
         + sum(start + 0.1 * math.log2(size) for size, start in shared.values() if size > 1)
         + _WHOLE.get(one.whole, 0.0)
         + 0.1 * math.log2(math.prod(size for _, size in one.axes))
@@ -267,7 +316,7 @@ def rank_bytes(
     total, activations, normed, *_ = peaks
     common = model.fixed + batch + (normed if world > 1 else 0)
     if not one.zero:
-        update = model.params + (model.largest if is_host else model.params)
+        update = model.params + (_UPDATED * model.largest if is_host else model.params)
         passes = total if one.accumulate == 1 else activations + model.params
         sent = 0
         if world > 1:
@@ -278,9 +327,12 @@ def rank_bytes(
     gathered = model.params + _UNITS_WHOLE * model.unit + model.root
     if one.zero == SHARDED_PARAMETERS:
         gathered = 2 * model.root + _UNITS_SHARDED * model.unit
+    if OPTIMIZER in one.on_host:
+        # The shards of the unit that is gathered or reduced come and go.
+        return common + activations + gathered + math.ceil(2 * model.unit / world)
     if one.zero == 1 and one.accumulate > 1:
         gathered += model.params
-    update = math.ceil((model.largest if is_host else model.params) / world)
+    update = math.ceil((_UPDATED * model.largest if is_host else model.params) / world)
     return common + shares + max(activations + gathered, update)
 
 
@@ -307,13 +359,23 @@ def stage_bytes(
     """
     live = min(one.pp - position, one.microbatches)
     passes = stage.params + (live - 1) * stage.saved + stage.activations
-    update = stage.params + (stage.largest if is_host else stage.params)
+    update = stage.params + (_UPDATED * stage.largest if is_host else stage.params)
     buffers = one.microbatches * (stage.received + stage.sent)
     sent = 0
     if world > 1:
         sent = stage.params if is_host else min(stage.params, _BUCKETS)
     common = stage.fixed + batch + buffers + sent
     return common + (1 + states) * stage.params + max(passes, update)
+
+
+def to_host(one: Technique, model: ModelBytes, peaks: Peaks, world: int) -> float:
+    """Return the bytes that travel to the host and back in a step.
+
+    Each unit of an offloaded optimizer comes for the forward and for the backward pass of a
+    micro-batch, and its gradients go.
+    """
+    units = 3 * one.accumulate * model.share(world) if OPTIMIZER in one.on_host else 0
+    return units + peaks.moved * one.accumulate
 
 
 def traffic(one: Technique, model: ModelBytes, world: int) -> float:

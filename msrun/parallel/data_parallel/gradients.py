@@ -20,7 +20,7 @@ def clip_gradients(
     *,
     unreduced: Mapping[Parameter, dist.ProcessGroup] | None = None,
     counted_elsewhere: Collection[Parameter] = (),
-    pipeline: dist.ProcessGroup | None = None,
+    pipeline: tuple[dist.ProcessGroup, torch.device] | None = None,
 ) -> Tensor:
     """Scale the gradients of `params` to a global 2-norm of at most `max_norm`; return the norm.
 
@@ -32,7 +32,7 @@ def clip_gradients(
         max_norm: Largest norm that is left as it is.
         unreduced: Parameters that each rank of a group has for itself; all of them count.
         counted_elsewhere: Parameters that another pipeline stage counts.
-        pipeline: Ranks of the other pipeline stages.
+        pipeline: Ranks of the other pipeline stages, and the device of this one.
     """
     trained = [param for param in params if param.requires_grad]
     norm = _global_norm(
@@ -50,7 +50,7 @@ def clip_gradients(
 def _global_norm(
     params: Iterable[Parameter],
     unreduced: Mapping[Parameter, dist.ProcessGroup],
-    pipeline: dist.ProcessGroup | None,
+    pipeline: tuple[dist.ProcessGroup, torch.device] | None,
 ) -> Tensor:
     """Return the 2-norm over all ranks.
 
@@ -70,11 +70,12 @@ def _global_norm(
             dist.all_reduce(part, group=group)
         total = total.to(part.device) + part
     if pipeline is not None:
-        # Stages may have parameters of different types, but must reduce in one; HCCL has no
-        # float64.
-        dtype = torch.float64 if total.device.type in ("cpu", "cuda") else torch.float32
-        common_total = total.to(dtype)
-        dist.all_reduce(common_total, group=pipeline)
+        group, device = pipeline
+        # Stages may have parameters of different types, or on the host alone, but must reduce in
+        # one type on one device; HCCL has no float64.
+        dtype = torch.float64 if device.type in ("cpu", "cuda") else torch.float32
+        common_total = total.to(device, dtype)
+        dist.all_reduce(common_total, group=group)
         total = common_total.to(total.dtype)
     return total.sqrt()
 

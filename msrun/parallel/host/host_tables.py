@@ -26,6 +26,7 @@ from msrun.parallel.config import ROOT, ParallelConfig
 from msrun.parallel.match import matching
 
 _TABLES = (nn.Embedding, nn.EmbeddingBag)
+_HOST = torch.device("cpu")
 
 
 def find(
@@ -59,7 +60,7 @@ def find(
                 "host",
                 hint=f"{ROOT}.optimizer.offload keeps other parameters there between steps",
             )
-        others = _others(model, module)
+        others = _others(model, module, found)
         if others:
             raise ModelError(
                 f"{key}.weight is {others[0]} too, which computes with the whole table",
@@ -77,13 +78,13 @@ def find(
     return found
 
 
-def _others(model: nn.Module, table: nn.Module) -> list[str]:
-    """Return other names of the weight of `table`."""
+def _others(model: nn.Module, table: nn.Module, placed: Collection[str]) -> list[str]:
+    """Return other names of the weight of `table`, beside those of tables that are `placed` too."""
     own = {id(param) for param in table.parameters()}
     return [
         f"{name}.{param}".lstrip(".")
         for name, module in model.named_modules()
-        if module is not table
+        if module is not table and not (name in placed and isinstance(module, _TABLES))
         for param, tensor in module.named_parameters(recurse=False)
         if id(tensor) in own
     ]
@@ -91,13 +92,20 @@ def _others(model: nn.Module, table: nn.Module) -> list[str]:
 
 def move(model: nn.Module, names: Collection[str], device: torch.device) -> None:
     """Bring everything of `model` to `device` but the tables `names`, which go to the host."""
-    tables = [model.get_submodule(name) for name in names]
-    on_host = {id(param) for table in tables for param in table.parameters()}
-    cpu = torch.device("cpu")
-    torch_compat.replace_tensors(model, lambda t: t.to(cpu if id(t) in on_host else device))
-    for table in tables:
-        table.register_forward_pre_hook(partial(_to, cpu), with_kwargs=True)
-        table.register_forward_hook(partial(_back, device))
+    on_host = {id(param) for param in parameters(model, names)}
+    torch_compat.replace_tensors(model, lambda t: t.to(_HOST if id(t) in on_host else device))
+
+
+def attach(model: nn.Module, names: Collection[str], device: torch.device) -> None:
+    """Have ids come to those of the tables `names` that `model` has, and rows go to `device`.
+
+    It comes after the cut into stages, whose copy of the model without values has one device.
+    """
+    modules = dict(model.named_modules())
+    for name in names:
+        if isinstance(table := modules.get(name), _TABLES):
+            table.register_forward_pre_hook(partial(_to, _HOST), with_kwargs=True)
+            table.register_forward_hook(partial(_back, device))
 
 
 def _to(

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import contextlib
 from collections import OrderedDict
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Collection, Mapping, Sequence
 from functools import partial, reduce
 from itertools import chain
 from typing import TYPE_CHECKING, Any
@@ -37,7 +37,7 @@ from msrun.parallel.pipeline.record.modes import closing
 from msrun.parallel.pipeline.record.structure import leaves
 from msrun.parallel.pipeline.recordings import Recording, Recordings, depends_on_received
 from msrun.parallel.pipeline.schedule import LossFunction, Schedule, StageModel, Work
-from msrun.parallel.pipeline.tied import TiedWeights, find_ties
+from msrun.parallel.pipeline.tied import TiedWeights, check_tables, find_ties
 from msrun.parallel.pipeline.trace import NamedInputs, program_of
 from msrun.parallel.pipeline.tree import check_names, graft, members, of_other_stage, release
 
@@ -57,6 +57,7 @@ def split_model(
     sample: Sequence[Any] | Mapping[str, Any] | None = None,
     *,
     slices: int = 1,
+    placed: Collection[str] = (),
 ) -> PipelineModel:
     """Return this rank's stage of `model`, which is used up: other stages' tensors lose values.
 
@@ -70,6 +71,7 @@ def split_model(
         sample: Inputs of one batch, in order or by name.  `auto` makes its work even.  Without one
             parameters are made even, and `torch.fx` must find the modules that forward calls.
         slices: Of each micro-batch, which a stage computes each for itself.
+        placed: Its tables on the host.
 
     Raises:
         ModelError: It cannot be cut so; then nothing was changed.
@@ -77,6 +79,7 @@ def split_model(
     check_names(PipelineModel, model)
     check_global_hooks("pipeline")
     plan = plan_split(model, settings, group.size(), sample, device)
+    check_tables(model, plan, find_ties(plan), placed)
     ranks = PipelineRanks(chunks=plan.chunks, group=group, device=device)
     return SplitModel(model, plan, settings.microbatches, ranks, slices)
 

@@ -2,9 +2,10 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Collection, Sequence
 from collections.abc import Set as AbstractSet
 from dataclasses import dataclass
+from itertools import chain
 
 import torch
 import torch.distributed as dist
@@ -13,9 +14,11 @@ from torch.nn import Parameter
 
 from msrun.errors import ModelError
 from msrun.parallel.config import ROOT
+from msrun.parallel.data_parallel import sparse_embedding
 from msrun.parallel.exchange import messages
 from msrun.parallel.local import is_sharded, local_gradient, local_part, set_local_gradient
-from msrun.parallel.pipeline.plan import PipelineCut
+from msrun.parallel.pipeline.chunks import STAGES
+from msrun.parallel.pipeline.plan import PipelineCut, SplitPlan
 
 
 @dataclass(frozen=True, slots=True)
@@ -43,6 +46,40 @@ def find_ties(plan: PipelineCut) -> list[Tie]:
         for key, stages in stages_of.items()
         if len(stages) > 1
     ]
+
+
+def check_tables(
+    model: nn.Module, plan: SplitPlan, ties: Sequence[Tie], placed: Collection[str]
+) -> None:
+    """Refuse tables that stages cannot share.
+
+    Args:
+        model: The whole model.
+        plan: Of its cut.
+        ties: Its weights of several stages.
+        placed: Its tables on the host.
+
+    Raises:
+        ModelError: Stages would send each other all rows of a sparse gradient; or one computes
+            with the weight of a table on the host, on its device.
+    """
+    sparse = sparse_embedding.sparse(model)
+    for tie in ties:
+        names = list(dict.fromkeys(chain(*tie.names.values())))
+        if tie.is_trained and not sparse.isdisjoint(map(model.get_parameter, names)):
+            raise ModelError(
+                f"{STAGES}: {' and '.join(names)} has sparse gradients, and is a weight of several "
+                "stages",
+                hint="make it with sparse=False, or name a stage for what uses it",
+            )
+    for chunk, program in enumerate(plan.programs):
+        for name in placed:
+            if f"{name}.weight" in program.attributes:
+                raise ModelError(
+                    f"{ROOT}.place: {name}.weight is used by {plan.chunks.shown(chunk)} without "
+                    f"{name}, which computes with the whole table",
+                    hint="make two parameters of them, or leave it out",
+                )
 
 
 class TiedWeights:

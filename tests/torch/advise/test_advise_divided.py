@@ -107,7 +107,7 @@ def test_divided_operators_send_what_the_formula_says():
     with torch.device("meta"):
         net, x = Feed(), torch.randn(8, 16)
     ranks = 2
-    peaks = operators_divided(net, [x], [], ranks)
+    peaks, _ = operators_divided(net, [x], [], ranks)
     # For each layer an all-reduce of rows forward, and one of columns backward but for the input.
     assert peaks.sent == (2 + 1) * (2 * (ranks - 1) / ranks) * 8 * 16 * 4
     assert peaks.parts["layers.0.fc1.weight"] == 1 / ranks
@@ -125,7 +125,7 @@ def test_views_of_divided_tensors_need_no_values():
     with torch.device("meta"):
         net, x = Heads(), torch.randn(8, 16)
     # Torch warns once in a process, and warnings are errors here.
-    assert operators_divided(net, [x], [], 2).parts["layers.0.fc1.weight"] == 1 / 2
+    assert operators_divided(net, [x], [], 2)[0].parts["layers.0.fc1.weight"] == 1 / 2
 
 
 def test_stages_have_their_parameters_and_what_they_send():
