@@ -104,6 +104,7 @@ CONFIGS: dict[str, dict[str, Any]] = {
         "recompute": {"modules": ["layers.*"]},
         **COMPILED,
     },
+    "compile-tp": {"mesh": {"tp": -1}, "plan": LAYER_PLAN, **COMPILED},
     "compile-pp": {"mesh": {"pp": -1}, **COMPILED},  # and such a pipeline
     "bf16": {"mesh": {"dp": -1}, "precision": "bf16"},
     "pp": {"mesh": {"pp": -1}},  # and a pipeline, whose stages depend on the ranks
