@@ -7,6 +7,8 @@ rank's shards.  There the guard decides as it does without a compiler, and the c
 needs become part of the graph.
 
 Calls name the guard, the function and the placement by numbers and strings, which a graph can hold.
+They mean nothing in another process, and torch's caches on disk take no graph with a call that is
+not of torch; what such a graph is lowered to may be cached.
 """
 
 from __future__ import annotations
