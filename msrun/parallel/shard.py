@@ -633,7 +633,8 @@ def _change_modules(
         float8.apply(model, names, config.float8, context.device)
     if config.compile:
         names = [name for name in resolved.compiled if name in own]
-        compiled.apply(model, names, config.compile.mode, switch, _apart(sequences))
+        mode = config.compile.mode
+        compiled.apply(model, names, mode, switch, apart=_apart(sequences), guard=guard)
     if config.recompute:
         recomputed = [name for name in resolved.recomputed if name in own]
         recompute.apply(model, recomputed, config.recompute.save, partial(entered, inside))

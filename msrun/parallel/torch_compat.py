@@ -862,19 +862,30 @@ def remove_mode(mode: TorchFunctionMode) -> None:
 
 
 def compiled_whole(
-    forward: Callable[..., Any], mode: str, look: Callable[[Any], None]
+    forward: Callable[..., Any],
+    mode: str,
+    look: Callable[[Any], Callable[[Sequence[Any]], Sequence[Any]] | None],
+    *,
+    is_dynamic: bool | None = None,
 ) -> Callable[..., Any]:
     """Return `forward`, compiled to one graph, each of which `look` gets before torch's compiler.
 
     `torch.compile` takes a mode for its own compiler alone.
+
+    Args:
+        forward: The forward.
+        mode: As of `torch.compile`.
+        look: Looks at a graph, and may return what its results become when it runs.
+        is_dynamic: Whether graphs are for any shapes; None follows from the shapes of calls.
     """
     compile_graph = torch._TorchCompileInductorWrapper(mode, None, None)  # noqa: SLF001
 
     def looking(graph: Any, inputs: Any) -> Any:
-        look(graph)
-        return compile_graph(graph, inputs)
+        change = look(graph)
+        run: Callable[..., Any] = compile_graph(graph, inputs)
+        return run if change is None else lambda *values: change(run(*values))
 
-    return torch.compile(forward, backend=looking, fullgraph=True)
+    return torch.compile(forward, backend=looking, fullgraph=True, dynamic=is_dynamic)
 
 
 def _watches() -> list[Any]:
@@ -1547,7 +1558,23 @@ class _Uncompiled:
         self._run = torch.compiler.disable(self._plain, reason=self._reason)
 
     def __call__(self, *args: Any, **kwargs: Any) -> Any:
+        if torch.compiler.is_compiling() and _FOLLOWING:
+            return self._plain(*args, **kwargs)
         return self._run(*args, **kwargs)
+
+
+# Not empty inside of `following`.
+_FOLLOWING: list[bool] = []
+
+
+@contextmanager
+def following() -> Iterator[None]:
+    """Have the compiler read modules of `never_compile`, inside."""
+    _FOLLOWING.append(True)
+    try:
+        yield
+    finally:
+        _FOLLOWING.pop()
 
 
 @contextmanager
@@ -1630,6 +1657,12 @@ def breaks_graph(error: BaseException) -> bool:
     """Return whether the compiler raised `error` where it was to make a single graph."""
     exc = sys.modules.get("torch._dynamo.exc")
     return exc is not None and isinstance(error, exc.Unsupported)
+
+
+def is_of_reader(error: BaseException) -> bool:
+    """Return whether `error` is about the Python that the compiler reads, not what it makes."""
+    exc = sys.modules.get("torch._dynamo.exc")
+    return is_of_compiler(error) and not isinstance(error, exc.BackendCompilerFailed)  # type: ignore[union-attr]
 
 
 def count_hooks(module: nn.Module) -> int:

@@ -17,10 +17,10 @@ by `all_to_all_single`, and has `DistributedDataParallel` ignore the experts.  `
 network of convolutions over images of which each rank has some rows; its hand-written form sends
 the rows at the border to its neighbours by `batch_isend_irecv`.  Its tokens are pixels.  `grid` has
 the layers on a grid of 2 x 2 ranks (style `2d`), and `rows` a table with uneven rows of each rank;
-their hand-written forms are in `hand_written.py`.  `compile-zero3`, `compile-pp` and
+their hand-written forms are in `hand_written.py`.  `compile-zero3`, `compile-pp`, `compile-tp` and
 `compile-recompute` have compiled layers beside the other technique, by hand in torchtitan's order:
-recomputation, then the compiler, then `fully_shard` or stages.  `bf16` is autocast over forward and
-loss.
+recomputation, then the compiler, then `fully_shard`, stages or `parallelize_module`.  `bf16` is
+autocast over forward and loss.
 """
 
 # tidy: long file, it runs by path and alone, so every hand-written model stands here
@@ -104,6 +104,7 @@ CONFIGS: dict[str, dict[str, Any]] = {
         "recompute": {"modules": ["layers.*"]},
         **COMPILED,
     },
+    "compile-tp": {"mesh": {"tp": -1}, "plan": LAYER_PLAN, **COMPILED},
     "compile-pp": {"mesh": {"pp": -1}, **COMPILED},  # and such a pipeline
     "bf16": {"mesh": {"dp": -1}, "precision": "bf16"},
     "pp": {"mesh": {"pp": -1}},  # and a pipeline, whose stages depend on the ranks

@@ -46,6 +46,7 @@ from msrun.parallel.torch_compat import (
     drop_gathered_gradients,
     eagerly,
     empty_wrapper,
+    following,
     forget_hook,
     functional_collective,
     gathered_with_gradient,
@@ -66,6 +67,7 @@ from msrun.parallel.torch_compat import (
     is_higher_order,
     is_in_backward,
     is_of_compiler,
+    is_of_reader,
     is_pointwise,
     is_step_of_scheduler,
     is_tracing,
@@ -412,6 +414,42 @@ def test_a_function_is_compiled_to_one_graph_that_is_looked_at():
         compiled_whole(broken, "default", seen.append)(x)
     assert breaks_graph(caught.value)
     assert not breaks_graph(ValueError())
+    assert is_of_reader(caught.value)
+    assert not is_of_reader(ValueError())
+
+    def refuse(_):
+        raise ValueError("no such graph")
+
+    with pytest.raises(RuntimeError, match="no such graph") as caught:
+        compiled_whole(both, "default", refuse)(x)
+    assert not is_of_reader(caught.value)
+
+
+@pytest.mark.slow
+@pytest.mark.own_process
+@pytest.mark.filterwarnings("ignore")  # of torch, while it compiles
+def test_what_a_compiled_graph_returns_is_changed_by_who_looked_at_it():
+    def look(_):
+        return lambda results: [result + 1 for result in results]
+
+    x = torch.randn(3)
+    torch.testing.assert_close(compiled_whole(torch.sin, "default", look)(x), x.sin() + 1)
+
+
+@pytest.mark.slow
+@pytest.mark.own_process
+@pytest.mark.filterwarnings("ignore")  # of torch, while it compiles
+def test_what_is_never_compiled_is_read_inside_of_following():
+    net, x = torch.nn.Linear(2, 2), torch.randn(3, 2)
+    never_compile(net, "a test")
+    graphs = []
+    run = compiled_whole(lambda x: net(x).sin(), "default", graphs.append)
+    with pytest.raises(RuntimeError) as caught:
+        run(x)
+    assert is_of_reader(caught.value)
+    with following():
+        torch.testing.assert_close(run(x), net(x).sin())
+    assert len(graphs) == 1
 
 
 def _functional():

@@ -2,18 +2,19 @@
 
 Only `forward` is compiled, so that names, hooks and parameters stay.  Around it is what the
 compiler could not follow: hooks that gather parameters, and recomputation, which runs the compiled
-forward again.  In the first step, which is watched for what mixes samples, it runs as it was, and
-so it does with an input that ranks share: functions on shards of it are the guard's.  On parts of
-sequences it runs apart from what follows functions of the model (`context.apart`).
+forward again.  In the first step, which is watched for what mixes samples, it runs as it was.  With
+rules of a plan inside, or an input that ranks share, it is compiled with the guard
+(`tensor.compiled`).  On parts of sequences it runs apart from what follows functions of the model
+(`context.apart`).
 """
 
 from __future__ import annotations
 
 import contextlib
 import math
-from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import AbstractContextManager
-from typing import Any, Protocol
+from typing import TYPE_CHECKING, Any, Protocol
 
 import torch
 from torch import nn
@@ -22,12 +23,17 @@ from msrun.errors import ModelError
 from msrun.parallel import torch_compat
 from msrun.parallel.config import DATA_AXIS, PIPELINE_AXIS, ROOT, ParallelConfig
 from msrun.parallel.layers import recompute
+from msrun.parallel.layout import context_rule
 from msrun.parallel.local import is_image, is_sharded
 from msrun.parallel.losses.batch import tensors_in
 from msrun.parallel.match import matching
 from msrun.parallel.notation.mesh_layout import MeshLayout
 from msrun.parallel.settings.steps import Compile
 from msrun.parallel.tensor.plan import ModulePlan
+
+if TYPE_CHECKING:
+    from msrun.parallel.tensor.compiled.forward import FollowedForward
+    from msrun.parallel.tensor.guard import Guard
 
 _BATCH_NORMS = (nn.BatchNorm1d, nn.BatchNorm2d, nn.BatchNorm3d, nn.SyncBatchNorm)
 
@@ -51,7 +57,9 @@ def find(
     others = (n for name, n in layout.axes.items() if name not in (DATA_AXIS, PIPELINE_AXIS))
     is_divided = math.prod(others) > 1
     routed = [name for name, plan in plans.items() if plan.is_routed] if layout.ep > 1 else []
-    names = _outermost(config.compile, model, plans if is_divided else routed)
+    names = _outermost(config.compile, model)
+    has_parts = bool(layout.images) or context_rule(config) is not None
+    _check_rules(names, plans if is_divided else {}, has_parts=has_parts)
     _check_experts(names, routed)
     _check_recomputed(config, model, names)
     if layout.size(DATA_AXIS) > 1 and config.batch_norm == "sync":
@@ -59,7 +67,7 @@ def find(
     return names
 
 
-def _outermost(settings: Compile, model: nn.Module, plans: Collection[str]) -> list[str]:
+def _outermost(settings: Compile, model: nn.Module) -> list[str]:
     modules = dict(model.named_modules())
     chosen = sorted(matching(settings.modules, list(modules), "compile.modules"))
     outermost = [
@@ -73,13 +81,6 @@ def _outermost(settings: Compile, model: nn.Module, plans: Collection[str]) -> l
                 f"{ROOT}.compile.modules: matches the whole model, around which a step has hooks",
                 hint="name its parts, such as 'layers.*'",
             )
-        for planned in plans:
-            if _is_inside(planned, name):
-                raise ModelError(
-                    f"{ROOT}.compile.modules: {name} contains {planned}, which the plan divides, "
-                    "and the compiler follows no divided tensors",
-                    hint="name modules without a rule of plan",
-                )
         if type(modules[name]).forward is nn.Module.forward:
             kind = type(modules[name]).__name__
             raise ModelError(
@@ -87,6 +88,33 @@ def _outermost(settings: Compile, model: nn.Module, plans: Collection[str]) -> l
                 hint="name its members",
             )
     return outermost
+
+
+def _check_rules(names: Sequence[str], plans: Mapping[str, ModulePlan], *, has_parts: bool) -> None:
+    """Refuse modules with a rule inside that the compiler does not follow."""
+    for name in names:
+        for planned, plan in plans.items():
+            what = "a rule beside parts of samples" if has_parts else _unfollowed(plan)
+            if what and _is_inside(planned, name):
+                raise ModelError(
+                    f"{ROOT}.compile.modules: {name} contains {planned}, which has {what}, and the "
+                    "compiler does not follow that",
+                    hint="name modules beside it",
+                )
+
+
+def _unfollowed(plan: ModulePlan) -> str:
+    """Return what of a rule the compiler does not follow; empty if nothing."""
+    kinds = {
+        "experts that ranks share": plan.is_routed,
+        "rows of a table": bool(plan.axis),
+        "a product on a grid of axes": plan.product is not None,
+        "pieces that it computes in turns": plan.copies > 1,
+        "plain shards inside": plan.is_local,
+        "a weight that it computes": bool(plan.computed),
+        "a rule for several inputs or outputs": bool(plan.each_input or plan.each_out),
+    }
+    return next((what for what, is_so in kinds.items() if is_so), "")
 
 
 def _check_experts(names: Sequence[str], routed: Sequence[str]) -> None:
@@ -170,7 +198,9 @@ def apply(
     names: Sequence[str],
     mode: str,
     switch: Switch,
+    *,
     apart: Callable[[str, nn.Module], Apart] | None,
+    guard: Guard | None,
 ) -> None:
     """Compile the modules called `names`, in place.
 
@@ -180,11 +210,20 @@ def apply(
         mode: As of `torch.compile`.
         switch: Whether compiled forwards are used.
         apart: Has a module run apart from what follows functions of the model, if something does.
+        guard: Of the operator plan; None without.
     """
+    compiler = None
+    if guard and names and not apart:
+        from msrun.parallel.tensor.compiled.forward import Compiler, FollowedForward
+
+        compiler = Compiler(guard.followed, mode)
     for name in names:
         module = model.get_submodule(name)
         from_rest = apart(name, module) if apart else None
-        module.forward = CompiledForward(name, module.forward, mode, switch, from_rest)
+        forward = CompiledForward(name, module.forward, mode, switch, from_rest)
+        if compiler:
+            forward.followed = FollowedForward(name, module, compiler)
+        module.forward = forward
 
 
 class CompiledForward:
@@ -196,7 +235,12 @@ class CompiledForward:
         mode: As of `torch.compile`.
         switch: Whether it is used.
         apart: How it runs apart; None if nothing follows functions of the model.
+
+    Attributes:
+        followed: Runs it compiled where it gets or has divided tensors; None without a plan.
     """
+
+    followed: FollowedForward | None = None
 
     def __init__(
         self,
@@ -237,7 +281,11 @@ class CompiledForward:
             )
         # The compiler would break its graph at the first function of a divided tensor.
         is_off = self._switch.is_off or bool(self._apart and self._apart.is_followed())
-        if is_off or any(map(is_sharded, tensors)):
+        is_divided = any(map(is_sharded, tensors))
+        if self.followed and not is_off and (is_divided or self.followed.has_rules):
+            with torch_compat.compiled_again():
+                return self.followed(*args, **kwargs)
+        if is_off or is_divided:
             with self._apart.refusing() if self._apart else contextlib.nullcontext():
                 return self.__wrapped__(*args, **kwargs)
         # The loss is watched in every step, but not what computes its inputs.

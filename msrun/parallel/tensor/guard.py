@@ -28,8 +28,7 @@ Invariants.
   is noted; one that a script begins outside is guarded from the first planned module on, and what
   it does with a sharded tensor before that is refused: dropout would get another mask in silence.
 - A script's `torch.autograd.Function` gets whole tensors (`foreach.own_functions`).
-- Only the loss of `rt.step` takes logits that are sharded by class; other callers get the output of
-  the model replicated.
+- Only the loss of `rt.step` takes logits sharded by class; others get the output replicated.
 
 What was tried and lost.  Local tensors between modules, as hand-written tensor parallel has them:
 silently wrong.  A list of functions known to be wrong: the next one is not on it.  Wrapping
@@ -123,7 +122,10 @@ class Guard(TorchFunctionMode):
             modules with one input place it once; None outside.  A region that may be recomputed
             has its own, so that it finds the same again.
         late: Takes summands of gradients of parameters; None has them added up at once.
+        followed: Runs it in graphs of compiled modules; None in a function of the script.
     """
+
+    followed: Any = None
 
     def __init__(self, mesh: DeviceMesh, place: str | None = None) -> None:
         super().__init__()
@@ -133,7 +135,7 @@ class Guard(TorchFunctionMode):
         self.shared: list[Any] | None = None
         self.late: LateSums | None = None
         self._regions: weakref.WeakSet[Any] = weakref.WeakSet()
-        self._views = guard_refusals.Views()
+        self.views = guard_refusals.Views()
         self._mesh = mesh
         self._replicated = (Replicate(),) * mesh.ndim
         self._warned: set[str] = set()
@@ -141,12 +143,12 @@ class Guard(TorchFunctionMode):
         self._special = self._implementations()
 
     def __getstate__(self) -> dict[str, Any]:
-        passing = ("shared", "late", "_regions", "_special", "_views")
+        passing = ("shared", "late", "_regions", "_special", "views")
         return {name: value for name, value in vars(self).items() if name not in passing}
 
     def __setstate__(self, state: dict[str, Any]) -> None:
         vars(self).update(state, shared=None, late=None, _regions=weakref.WeakSet())
-        self._views, self._special = guard_refusals.Views(), self._implementations()
+        self.views, self._special = guard_refusals.Views(), self._implementations()
 
     def _implementations(self) -> dict[Function, Function]:
         """Return what runs instead of each function that has a form of ours."""
@@ -176,11 +178,11 @@ class Guard(TorchFunctionMode):
         finally:
             self.shared = outer
             if outer is None:
-                self._views.clear()
+                self.views.clear()
 
     def check_returned(self, output: Any) -> None:
         """Refuse an output of which a view was written, which it does not know."""
-        self._views.check(tensors_in(output), self._place)
+        self.views.check(tensors_in(output), self._place)
 
     def resume(self) -> None:
         """Guard the rest of a script's own recomputation, once it calls a planned module."""
@@ -211,8 +213,8 @@ class Guard(TorchFunctionMode):
         kwargs = kwargs or {}
         # Every function of a step passes here, most inspecting or on plain tensors: this is hot.
         name = getattr(func, "__name__", "")
-        if self._views and name not in INSPECTING:
-            self._views.watch(name, args, kwargs, self._place)
+        if self.views and name not in INSPECTING:
+            self.views.watch(name, args, kwargs, self._place)
         if name in INSPECTING or not _has_dtensor(args, kwargs):
             if name == "__set__" and self.shared:  # such as `x.data = y`, which counts as no write
                 self.shared.clear()
@@ -359,7 +361,7 @@ class Guard(TorchFunctionMode):
         kwargs = {key: self._gather(value) for key, value in kwargs.items()}
         result = func(*map(self._gather, args), **kwargs)
         if func not in _ON_SHARDS and guard_refusals.makes_view(name, args):
-            self._views.note(args[0], result)
+            self.views.note(args[0], result)
         if not isinstance(out, DTensor):
             return result
         self._overwrite(out, result)
@@ -397,7 +399,7 @@ class Guard(TorchFunctionMode):
         tensors = [*_dtensors(args), *_dtensors(tuple(options.values()))]
         result = self._on_each_shard(func, tensors, args, options)
         if guard_refusals.makes_view(func.__name__, args):
-            self._views.note(args[0], result)
+            self.views.note(args[0], result)
         return result
 
     def _on_each_shard(

@@ -25,19 +25,18 @@ Invariants:
 - Siblings share an input.  Query, key and value read the same tensor: if each placed it for itself,
   the backward pass would all-reduce one gradient for each, where Megatron-LM has one for all, and a
   sharded sequence would be gathered three times.  The input that was placed last is kept for the
-  rest of a forward, until somebody writes it (`_Placed`).
+  rest of a forward, until somebody writes it (`Placed`).
 - A module that writes its input in place writes what others see: its result is copied back.
 - Gradients of sharded parameters are complete before anybody reads them: a partial one, the summand
   of a rank, is reduced once it is accumulated (`watch`).
 - Axes that shard one dim together are joined into one process group, so that DTensor sends once,
   and not once for each axis.
 
-Placements are worked out once for each shape (`_WantedPlacement`), as the Python of it showed.
+Placements are worked out once for each shape (`WantedPlacement`), as the Python of it showed.
 """
 
 from __future__ import annotations
 
-import math
 import threading
 import weakref
 from collections.abc import Callable, Iterable, Mapping
@@ -47,16 +46,16 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 from torch.distributed.device_mesh import DeviceMesh
-from torch.distributed.tensor import DTensor, Replicate, distribute_tensor
-from torch.distributed.tensor.placement_types import Placement
+from torch.distributed.tensor import DTensor, distribute_tensor
 from torch.nn import Parameter
 
-from msrun.errors import ModelError, UsageError
+from msrun.errors import ModelError
 from msrun.parallel import torch_compat
 from msrun.parallel.copies import turns
 from msrun.parallel.foreach.lists import support_lists
 from msrun.parallel.local import local_gradient, on_accumulation, replace_parameter
 from msrun.parallel.settings.plan_rules import Dims
+from msrun.parallel.tensor.compiled.leaves import Followed, FollowedHooks
 from msrun.parallel.tensor.computed_weight import shard_computed
 from msrun.parallel.tensor.grids import GridProduct
 from msrun.parallel.tensor.guard import Guard
@@ -71,17 +70,14 @@ from msrun.parallel.tensor.outputs import (
     tensor_named,
 )
 from msrun.parallel.tensor.placements import (
-    Gathers,
-    gathered,
+    Placed,
+    WantedPlacement,
+    given,
     joined_axes,
-    on_mesh,
     packed,
     placements,
 )
 from msrun.parallel.tensor.plan import ModulePlan
-
-# Shapes of one tensor whose placements are cached; sequences may have any length.
-_SHAPES_MAX = 100
 
 
 def apply(model: nn.Module, plans: Mapping[str, ModulePlan], mesh: DeviceMesh) -> Guard:
@@ -100,6 +96,7 @@ def apply(model: nn.Module, plans: Mapping[str, ModulePlan], mesh: DeviceMesh) -
     # By identity, old and new: modules that share a parameter must share its DTensor.
     sharded: dict[int, Parameter] = {}
     guard = Guard(mesh)
+    guard.followed = followed = Followed(guard)
     for name, plan in plans.items():
         module = model.get_submodule(name)
         for param, tensor in list(module.named_parameters(recurse=False)):
@@ -113,14 +110,14 @@ def apply(model: nn.Module, plans: Mapping[str, ModulePlan], mesh: DeviceMesh) -
         if plan.is_local:
             make_local(module, name, mesh, _only_axis(plan))
         if plan.copies > 1:
-            inputs = _WantedPlacement(plan.inputs, mesh, f"{plan.key}.in of {name}")
-            out = _WantedPlacement(plan.out, mesh, f"{plan.key}.out of {name}")
+            inputs = WantedPlacement(plan.inputs, mesh, f"{plan.key}.in of {name}")
+            out = WantedPlacement(plan.out, mesh, f"{plan.key}.out of {name}")
             module.forward = Interleaved(name, module, plan, mesh, guard, inputs=inputs, out=out)
             continue
         if plan.product is not None:
-            out = _WantedPlacement(plan.out, mesh, f"{plan.key}, output of {name}")
+            out = WantedPlacement(plan.out, mesh, f"{plan.key}, output of {name}")
             module.forward = GridProduct(name, module, plan.product, mesh, out=out, guard=guard)
-        hooks = _Hooks(name, module, plan, mesh, guard)
+        hooks = _Hooks(name, module, plan, mesh, followed)
         module.register_forward_pre_hook(hooks.before, with_kwargs=True)
         module.register_forward_hook(hooks.after)
     for name in _with_owners(plans):
@@ -195,32 +192,38 @@ def watch(model: nn.Module, check: Callable[[], None]) -> None:
 
 def placing(dims: Dims, mesh: DeviceMesh, where: str) -> Callable[[Tensor], DTensor]:
     """Return what puts a tensor in the placement that a plan wants; `where` names it in errors."""
-    return _WantedPlacement(dims, mesh, where).put
+    return WantedPlacement(dims, mesh, where).put
 
 
 class _Hooks:
     """Places inputs and outputs of one planned module: the first of each, or those by name."""
 
     def __init__(
-        self, name: str, module: nn.Module, plan: ModulePlan, mesh: DeviceMesh, guard: Guard
+        self, name: str, module: nn.Module, plan: ModulePlan, mesh: DeviceMesh, followed: Followed
     ) -> None:
-        self._guard = guard
+        self._guard = followed.guard
         self._missing = f"{plan.key}: {name} was called without a tensor among its arguments"
         self._where = [partial(tensor_named, end, plan, name) for end in ("in", "out")]
-        self._input = _WantedPlacement(plan.inputs, mesh, f"{plan.key}.in of {name}")
-        self._output = _WantedPlacement(
+        self._input = WantedPlacement(plan.inputs, mesh, f"{plan.key}.in of {name}")
+        self._output = WantedPlacement(
             plan.out, mesh, f"{plan.key}.out of {name}", parts=plan.out_parts
         )
         self._has_input, self._has_output = plan.inputs is not None, plan.out is not None
         self._arguments = find_arguments(module, name, plan)
         self._each_input, self._each_out = (
             {
-                key: None if dims is None else _WantedPlacement(dims, mesh, where(key))
+                key: None if dims is None else WantedPlacement(dims, mesh, where(key))
                 for key, dims in each.items()
             }
             for where, each in zip(self._where, (plan.each_input, plan.each_out), strict=True)
         )
         self._has_each_out = plan.has_each_out
+        self._followed = followed.hooks[name] = FollowedHooks(
+            followed,
+            self._input,
+            self._output if self._has_output else None,
+            is_new=isinstance(module, nn.Embedding),
+        )
         # Of each thread: copies compute a module at the same time.
         self._taken: dict[int, list[tuple[weakref.ref[Tensor], weakref.ref[DTensor], int]]] = {}
 
@@ -231,6 +234,8 @@ class _Hooks:
     def before(
         self, _: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]
     ) -> tuple[tuple[Any, ...], dict[str, Any]]:
+        if torch.compiler.is_compiling():
+            return self._followed.before(args, kwargs)
         self._guard.resume()
         self._taken.pop(threading.get_ident(), None)  # of a forward that failed
         with torch_compat.unseen_by(self._guard):
@@ -256,7 +261,7 @@ class _Hooks:
         return args, kwargs
 
     def _take_first(self, x: Tensor) -> DTensor:
-        kept: list[_Placed] = []
+        kept: list[Placed] = []
         placed = self._take(x, self._input, kept)
         # One entry is enough: siblings follow each other, and more would keep activations alive.
         if kept and self._guard.shared is not None:
@@ -267,7 +272,7 @@ class _Hooks:
         self, args: tuple[Any, ...], kwargs: dict[str, Any]
     ) -> tuple[tuple[Any, ...], dict[str, Any]]:
         """Return the inputs of a call with those that the rule names placed."""
-        kept: list[_Placed] = []
+        kept: list[Placed] = []
         places = []
         for argument in self._arguments:
             wanted = self._each_input[argument.key]
@@ -278,7 +283,7 @@ class _Hooks:
             self._guard.shared[:] = kept
         return placed
 
-    def _take(self, x: Tensor, wanted: _WantedPlacement, kept: list[_Placed]) -> DTensor:
+    def _take(self, x: Tensor, wanted: WantedPlacement, kept: list[Placed]) -> DTensor:
         """Return `x` in the layout that the module wants, shared with siblings that want it too.
 
         Query, key and value then give one gradient, which is all-reduced once.
@@ -295,7 +300,7 @@ class _Hooks:
             self._taken.setdefault(threading.get_ident(), []).append(taken)
         return placed
 
-    def _put(self, x: Tensor, wanted: _WantedPlacement, kept: list[_Placed]) -> DTensor:
+    def _put(self, x: Tensor, wanted: WantedPlacement, kept: list[Placed]) -> DTensor:
         shared = self._guard.shared
         if shared is None or not torch.is_grad_enabled() or x.is_inference():
             return wanted.put(x)
@@ -303,13 +308,15 @@ class _Hooks:
         if known is None:
             if x.requires_grad and wanted.is_to_change(x):
                 turns.mark()
-            known = _Placed(x, wanted)
+            known = Placed(x, wanted)
         kept.append(known)
         placed: DTensor = known.result
         return placed
 
     def after(self, module: nn.Module, args: tuple[Any, ...], output: Any) -> Any:
         del args
+        if torch.compiler.is_compiling():
+            return self._followed.after(output)
         if self._taken:
             for taken in self._taken.pop(threading.get_ident(), ()):
                 self._write_back(*taken)
@@ -329,16 +336,9 @@ class _Hooks:
             return output
         return placed_first(output, partial(self._give, module, self._output), self._where[1])
 
-    def _give(self, module: nn.Module, wanted: _WantedPlacement, output: Tensor) -> Tensor:
-        """Return an output in its layout; a plain tensor if that is whole."""
-        placed = wanted.put(output)
-        if not all(placement.is_replicate() for placement in placed.placements):
-            return placed
+    def _give(self, module: nn.Module, wanted: WantedPlacement, output: Tensor) -> Tensor:
         # An embedding is replicated by the guard, where it was looked up.
-        is_new = placed is not output or isinstance(module, nn.Embedding)
-        is_new = is_new and isinstance(output, DTensor)
-        own: Tensor = placed.to_local()
-        return _Owned.apply(own) if is_new else own  # type: ignore[no-untyped-call]  # as torch has it
+        return given(output, wanted, is_new=isinstance(module, nn.Embedding))
 
     def _write_back(self, x: weakref.ref[Tensor], placed: weakref.ref[DTensor], count: int) -> None:
         """Copy the module's writes to its placed input back to the input that others see."""
@@ -349,127 +349,6 @@ class _Hooks:
             target.copy_(written.redistribute(placements=target.placements))
         else:
             target.copy_(written.full_tensor())
-
-
-class _Owned(torch.autograd.Function):
-    """Takes a tensor that is only its caller's for one that may be written in place.
-
-    To torch, what `to_local` returns is a view, which it lets nobody write.
-    """
-
-    @staticmethod
-    def forward(ctx: Any, x: Tensor) -> Tensor:
-        del ctx
-        return x.detach()  # with the count of writes of x, and without a copy
-
-    @staticmethod
-    def backward(ctx: Any, gradient: Tensor) -> Tensor:
-        del ctx
-        return gradient
-
-
-class _Placed:
-    """An input in the layout that modules want, valid until somebody writes it."""
-
-    def __init__(self, x: Tensor, place: _WantedPlacement) -> None:
-        self.result = place.put(x)
-        self._x, self._place, self._source = x, place, x.grad_fn
-        self._versions = self._count(x)
-
-    def is_right(self, x: Tensor, place: _WantedPlacement) -> bool:
-        """Return whether the result is `x` at `place`, and up to date."""
-        return (
-            x is self._x
-            and place.is_like(self._place, x)
-            and self._count(x) == self._versions
-            # `requires_grad_` or `detach_` since then would send gradients elsewhere.
-            and x.requires_grad == self.result.requires_grad
-            and x.grad_fn is self._source
-        )
-
-    def _count(self, x: Tensor) -> tuple[int, int]:
-        return torch_compat.write_count(x), torch_compat.write_count(self.result)
-
-
-class _WantedPlacement:
-    """The placement that a plan wants for one tensor.
-
-    Args:
-        dims: Axes of each dim; None accepts every placement.
-        mesh: Mesh that the tensor is on.
-        where: Name of the tensor, for messages.
-        parts: Equal tensors that follow each other in the sharded dim.
-    """
-
-    def __init__(self, dims: Dims | None, mesh: DeviceMesh, where: str, *, parts: int = 1) -> None:
-        self._dims, self._mesh, self._where, self._parts = dims, mesh, where, parts
-        self._replicated = (Replicate(),) * mesh.ndim
-        self._placements: dict[torch.Size, tuple[Placement, ...]] = {}
-        self._gathers = Gathers()
-
-    def put(self, x: Tensor, *, is_async: bool = False) -> DTensor:
-        """Return `x` in this placement; a plain tensor counts as replicated.
-
-        With `is_async`, what is sent may still be on its way.
-        """
-        placed = x
-        if not isinstance(placed, DTensor):
-            placed = on_mesh(x, self._mesh, self._replicated)
-        if self._dims is None:
-            return placed
-        wanted = self.of(x.shape)
-        if placed.placements == wanted:
-            return placed
-        has_turns = turns.is_in_copy()
-        if not (is_async or has_turns or torch_compat.is_pending(placed)):
-            axis = self._gathers.axis(placed, wanted)
-            if axis is not None:
-                return gathered(placed, wanted, axis)
-        result = placed.redistribute(self._mesh, wanted, async_op=is_async or has_turns)
-        if has_turns and torch_compat.is_pending(result):
-            turns.begun()
-            # Here, as a recomputation does that keeps what was sent, and not where it is read.
-            torch_compat.wait(result)
-        return result
-
-    def is_to_change(self, x: Tensor) -> bool:
-        """Return whether the gradient of `x` in this placement is added up or moved."""
-        if not isinstance(x, DTensor):
-            return True
-        return self._dims is not None and x.placements != self.of(x.shape)
-
-    def is_like(self, other: _WantedPlacement, x: Tensor) -> bool:
-        """Return whether `self` and `other` want the same placement of `x`."""
-        if self._dims is None or other._dims is None:
-            return self._dims is other._dims
-        return self.of(x.shape) == other.of(x.shape)
-
-    def of(self, shape: torch.Size) -> tuple[Placement, ...]:
-        """Return the placements of a tensor of `shape`."""
-        if shape not in self._placements:
-            if len(self._placements) == _SHAPES_MAX:
-                self._placements.clear()
-            self._placements[shape] = self._find(shape)
-        return self._placements[shape]
-
-    def _find(self, shape: torch.Size) -> tuple[Placement, ...]:
-        """Return the placements of a tensor of `shape`.
-
-        Raises:
-            ModelError: They do not divide it evenly.
-        """
-        try:
-            wanted = placements(self._dims or [], self._mesh, len(shape))
-        except UsageError as error:
-            raise ModelError(f"{self._where}: {error.message}") from None
-        for dim, size in enumerate(shape):
-            cuts = (i for i, placement in enumerate(wanted) if placement.is_shard(dim))
-            parts = math.prod(map(self._mesh.size, cuts))
-            if size % parts:
-                raise ModelError(
-                    f"{self._where}: dim {dim} of {size} can not be split in {parts} parts"
-                )
-        return packed(wanted, self._parts)
 
 
 class _Guarded:

@@ -21,17 +21,19 @@ from torch.distributed.tensor import DTensor, Partial, Replicate, Shard
 from torch.distributed.tensor.placement_types import Placement
 from torch.nn import Parameter
 
-from msrun.errors import ConfigError
+from msrun.errors import ConfigError, ModelError, UsageError
 from msrun.parallel import torch_compat
 from msrun.parallel.collectives import all_gather, all_reduce, reduce_scatter
 from msrun.parallel.copies import turns
 from msrun.parallel.notation.dims import axes_of_dims, dim_of
-from msrun.parallel.settings.plan_rules import Dim
+from msrun.parallel.settings.plan_rules import Dim, Dims
 from msrun.parallel.summands.late import LateSums
 from msrun.parallel.tensor.plan import ModulePlan
 from msrun.parallel.torch_compat import parts_before, strided_shard
 
 _SPECS = torch_compat.ShardSpecs()
+# Shapes of one tensor whose placements are cached; sequences may have any length.
+_SHAPES_MAX = 100
 
 
 def placements(dims: Sequence[Dim], mesh: DeviceMesh, ndim: int) -> tuple[Placement, ...]:
@@ -136,6 +138,22 @@ def part_of(tensor: DTensor, gradient: Sequence[Placement] | None = None) -> Ten
     placed = tuple(gradient)
     found: Tensor = _PartOf.apply(tensor, placed)  # type: ignore[no-untyped-call]
     return found
+
+
+def given(output: Tensor, wanted: WantedPlacement, *, is_new: bool) -> Tensor:
+    """Return the output of a module in its placement; a plain tensor if that is whole.
+
+    Args:
+        output: As the module returned it.
+        wanted: Its placement.
+        is_new: Whether nothing else has its memory, although its placement was right.
+    """
+    placed = wanted.put(output)
+    if not all(placement.is_replicate() for placement in placed.placements):
+        return placed
+    is_new = (placed is not output or is_new) and isinstance(output, DTensor)
+    own: Tensor = placed.to_local()
+    return _Owned.apply(own) if is_new else own  # type: ignore[no-untyped-call]  # as torch has it
 
 
 def gathered(x: DTensor, wanted: tuple[Placement, ...], axis: int) -> DTensor:
@@ -290,6 +308,131 @@ class _Gathered(Function):
             return gradient.redistribute(placements=ctx.placed), None, None
         part = reduce_scatter(torch_compat.local_tensor(gradient), ctx.group, ctx.dim)
         return _SPECS.tensor(part, gradient.device_mesh, ctx.placed), None, None
+
+
+class _Owned(torch.autograd.Function):
+    """Takes a tensor that is only its caller's for one that may be written in place.
+
+    To torch, what `to_local` returns is a view, which it lets nobody write.
+    """
+
+    @staticmethod
+    def forward(ctx: Any, x: Tensor) -> Tensor:
+        del ctx
+        return x.detach()  # with the count of writes of x, and without a copy
+
+    @staticmethod
+    def backward(ctx: Any, gradient: Tensor) -> Tensor:
+        del ctx
+        return gradient
+
+
+class Placed:
+    """An input in the layout that modules want, valid until somebody writes it."""
+
+    def __init__(self, x: Tensor, place: WantedPlacement) -> None:
+        self.result = place.put(x)
+        self._x, self._place, self._source = x, place, x.grad_fn
+        self._versions = self._count(x)
+
+    def is_right(self, x: Tensor, place: WantedPlacement) -> bool:
+        """Return whether the result is `x` at `place`, and up to date."""
+        return (
+            x is self._x
+            and place.is_like(self._place, x)
+            and self._count(x) == self._versions
+            # `requires_grad_` or `detach_` since then would send gradients elsewhere.
+            and x.requires_grad == self.result.requires_grad
+            and x.grad_fn is self._source
+        )
+
+    def _count(self, x: Tensor) -> tuple[int, int]:
+        return torch_compat.write_count(x), torch_compat.write_count(self.result)
+
+
+class WantedPlacement:
+    """The placement that a plan wants for one tensor.
+
+    Args:
+        dims: Axes of each dim; None accepts every placement.
+        mesh: Mesh that the tensor is on.
+        where: Name of the tensor, for messages.
+        parts: Equal tensors that follow each other in the sharded dim.
+    """
+
+    def __init__(self, dims: Dims | None, mesh: DeviceMesh, where: str, *, parts: int = 1) -> None:
+        self._dims, self._mesh, self._where, self._parts = dims, mesh, where, parts
+        self._replicated = (Replicate(),) * mesh.ndim
+        self._placements: dict[torch.Size, tuple[Placement, ...]] = {}
+        self._gathers = Gathers()
+
+    def put(self, x: Tensor, *, is_async: bool = False) -> DTensor:
+        """Return `x` in this placement; a plain tensor counts as replicated.
+
+        With `is_async`, what is sent may still be on its way.
+        """
+        placed = x
+        if not isinstance(placed, DTensor):
+            placed = on_mesh(x, self._mesh, self._replicated)
+        if self._dims is None:
+            return placed
+        wanted = self.of(x.shape)
+        if placed.placements == wanted:
+            return placed
+        has_turns = turns.is_in_copy()
+        if not (is_async or has_turns or torch_compat.is_pending(placed)):
+            axis = self._gathers.axis(placed, wanted)
+            if axis is not None:
+                return gathered(placed, wanted, axis)
+        result = placed.redistribute(self._mesh, wanted, async_op=is_async or has_turns)
+        if has_turns and torch_compat.is_pending(result):
+            turns.begun()
+            # Here, as a recomputation does that keeps what was sent, and not where it is read.
+            torch_compat.wait(result)
+        return result
+
+    def is_to_change(self, x: Tensor) -> bool:
+        """Return whether the gradient of `x` in this placement is added up or moved."""
+        if not isinstance(x, DTensor):
+            return True
+        return self._dims is not None and x.placements != self.of(x.shape)
+
+    def is_same(self, other: WantedPlacement) -> bool:
+        """Return whether `self` and `other` want the same placement of each tensor."""
+        return (self._dims, self._mesh, self._parts) == (other._dims, other._mesh, other._parts)
+
+    def is_like(self, other: WantedPlacement, x: Tensor) -> bool:
+        """Return whether `self` and `other` want the same placement of `x`."""
+        if self._dims is None or other._dims is None:
+            return self._dims is other._dims
+        return self.of(x.shape) == other.of(x.shape)
+
+    def of(self, shape: torch.Size) -> tuple[Placement, ...]:
+        """Return the placements of a tensor of `shape`."""
+        if shape not in self._placements:
+            if len(self._placements) == _SHAPES_MAX:
+                self._placements.clear()
+            self._placements[shape] = self._find(shape)
+        return self._placements[shape]
+
+    def _find(self, shape: torch.Size) -> tuple[Placement, ...]:
+        """Return the placements of a tensor of `shape`.
+
+        Raises:
+            ModelError: They do not divide it evenly.
+        """
+        try:
+            wanted = placements(self._dims or [], self._mesh, len(shape))
+        except UsageError as error:
+            raise ModelError(f"{self._where}: {error.message}") from None
+        for dim, size in enumerate(shape):
+            cuts = (i for i, placement in enumerate(wanted) if placement.is_shard(dim))
+            parts = math.prod(map(self._mesh.size, cuts))
+            if size % parts:
+                raise ModelError(
+                    f"{self._where}: dim {dim} of {size} can not be split in {parts} parts"
+                )
+        return packed(wanted, self._parts)
 
 
 def dims_of(placed: Sequence[Placement], mesh: DeviceMesh, ndim: int) -> list[Dim]:

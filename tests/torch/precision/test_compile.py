@@ -60,8 +60,34 @@ LAYOUTS["2d"] = {
         {"match": "layers.*.norm?", "style": "2d", "axes": ["x", "y"]},
     ],
 }
+PLAN = [
+    *({"match": f"layers.*.{name}", "style": "colwise"} for name in ("q", "k", "v", "up")),
+    *({"match": f"layers.*.{name}", "style": "rowwise"} for name in ("o", "down")),
+]
+LAYOUTS["tp layers"] = {**LAYERS, "mesh": {"tp": 2}, "plan": PLAN}
+LAYOUTS["tp layers sequence accumulate recompute"] = {
+    **LAYOUTS["tp layers"],
+    "plan": [*PLAN, {"match": "layers.*.norm?", "style": "sequence"}],
+    "accumulate": 2,
+    "recompute": {"modules": ["layers.*"]},
+}
+LAYOUTS["tp layers bf16"] = {**LAYOUTS["tp layers"], "precision": "bf16"}
+OF_FOUR = {
+    "dp tp zero 3 accumulate recompute": {
+        **LAYOUTS["tp layers"],
+        "mesh": {"dp": 2, "tp": 2},
+        "optimizer": {"zero": 3},
+        "accumulate": 2,
+        "recompute": {"modules": ["layers.*"]},
+    },
+    "pp tp": {
+        **LAYOUTS["tp layers"],
+        "mesh": {"pp": 2, "tp": 2},
+        "pipeline": {"stages": STAGES, "microbatches": 2},
+    },
+}
 # Of the compiler's own order of sums, and of bfloat16.
-TOLERANCE = {"recompute bf16": 0.02}
+TOLERANCE = {"recompute bf16": 0.02, "tp layers bf16": 0.02}
 
 
 def curves(layouts):
@@ -89,10 +115,15 @@ def found():
     return run_warm(curves, 2, LAYOUTS, timeout=500)
 
 
+@functools.cache
+def found_of_four():
+    return run_warm(curves, 4, OF_FOUR, timeout=500)
+
+
 @pytest.mark.timeout(600)  # the compiler takes a minute, and more beside others
-@pytest.mark.parametrize("name", LAYOUTS)
+@pytest.mark.parametrize("name", [*LAYOUTS, *OF_FOUR])
 def test_compiled_modules_train_as_before(name):
-    for of_rank in found():
+    for of_rank in found_of_four() if name in OF_FOUR else found():
         losses, graphs, breaks = of_rank[name]
         assert losses == pytest.approx(oracle("transformer"), abs=TOLERANCE.get(name, 2e-5))
         assert graphs > 0
@@ -138,13 +169,13 @@ def refused(config, kind):
         (
             {
                 "mesh": {"tp": 2},
-                "plan": [{"match": "layers.*.up", "style": "colwise"}],
+                "plan": [{"match": "layers.*.up", "params": {}, "out": [[None, None, "tp"]]}],
                 **LAYERS,
             },
             "transformer",
             (
-                "parallel.compile.modules: layers.0 contains layers.0.up, which the plan divides, "
-                "and the compiler follows no divided tensors"
+                "parallel.compile.modules: layers.0 contains layers.0.up, which has a rule for "
+                "several inputs or outputs, and the compiler does not follow that"
             ),
         ),
         (

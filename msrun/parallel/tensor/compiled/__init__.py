@@ -1,0 +1,1 @@
+"""Modules under a plan that `torch.compile` compiles, guard included."""
