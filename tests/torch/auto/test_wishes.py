@@ -97,6 +97,7 @@ def code_of(program, problem, found, module, end):
     return {placed(layout_node(io.base(value)[0]), None)}
 
 
+@pytest.mark.sampled
 @pytest.mark.parametrize("case", CASES, ids=lambda case: f"{case[0]}-{case[2]}-{case[3]}")
 @pytest.mark.parametrize("mode", ["exact", "recursive", "propagation"])
 def test_wishes_stand_in_the_plan(case, mode):

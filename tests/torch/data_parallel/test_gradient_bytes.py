@@ -101,6 +101,7 @@ def test_data_parallel_ranks_hold_whole_gradients_once(options, marked):
         assert (gradients, params) == (expected, whole("mlp"))
 
 
+@pytest.mark.sampled
 @pytest.mark.parametrize("accumulate", [1, 4])
 @pytest.mark.parametrize("zero", [1, 2, 3])
 def test_optimizer_parallel_ranks_hold_their_part(zero, accumulate):
