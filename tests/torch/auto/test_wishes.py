@@ -143,6 +143,7 @@ def train(name, config):
     return [rt.step(net, optimizer, lambda out, _: out, *both, both[1]).item() for both in batches]
 
 
+@pytest.mark.sampled
 @pytest.mark.parametrize(
     ("name", "rules"), [("gpt", [UP, WISHES["gpt"][3][0][0]]), ("llama", WISHES["llama"][1][0])]
 )
