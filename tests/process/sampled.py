@@ -30,10 +30,14 @@ def _numbered(
     case: pytest.Function, numbers: defaultdict[str, dict[tuple[int, ...], int]]
 ) -> list[int]:
     """Return a number for the value of each parameter of a case; those known are in `numbers`."""
+    params = case.callspec.params
+    given = [mark.args[0] for mark in case.iter_markers("parametrize")]
+    groups = [it.replace(" ", "").split(",") if isinstance(it, str) else [*it] for it in given]
+    # The others are those of fixtures.
+    groups += [[name] for name in params if all(name not in names for names in groups)]
     row = []
-    for mark in case.iter_markers("parametrize"):
-        names = mark.args[0].split(",") if isinstance(mark.args[0], str) else mark.args[0]
-        values = tuple(id(case.callspec.params[name.strip()]) for name in names)
-        known = numbers[str(names)]
+    for names in groups:
+        known = numbers[",".join(names)]
+        values = tuple(id(params[name]) for name in names)
         row.append(known.setdefault(values, len(known)))
     return row

@@ -10,14 +10,14 @@ from sampled import at_night
 
 
 class Case:
-    """One case, as far as it is looked at."""
+    """One case, as far as it is looked at; `twice` is a fixture's."""
 
     def __init__(self, marks=(), **params):
         self.callspec = SimpleNamespace(params=params)
         self._marks = marks
 
     def iter_markers(self, _):
-        return [SimpleNamespace(args=[names]) for names in ("kind", ("ranks", "config"), "twice")]
+        return [SimpleNamespace(args=[names]) for names in (("ranks", "config"), "kind")]
 
     def get_closest_marker(self, name):
         return name if name in self._marks else None
