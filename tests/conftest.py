@@ -12,6 +12,7 @@ from pathlib import Path
 import hypothesis
 import psutil
 import pytest
+from sampled import at_night
 
 from msrun.supervise import process
 
@@ -196,6 +197,13 @@ def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item
     for item in items:
         if str(item.path.relative_to(config.rootpath)) in THOROUGH:
             item.add_marker("thorough")
+    tests: dict[str, list[pytest.Function]] = {}
+    for item in items:
+        if isinstance(item, pytest.Function) and item.get_closest_marker("sampled"):
+            tests.setdefault(item.nodeid.partition("[")[0], []).append(item)
+    for cases in tests.values():
+        for item in at_night(cases):
+            item.add_marker("slow")
 
 
 @pytest.fixture(autouse=True, scope="session")

@@ -7,9 +7,9 @@ import socket
 
 from msrun.supervise import forkserver, reaper
 from msrun.supervise.forkserver import Roles
-from msrun.supervise.orders import Configure
+from msrun.supervise.orders import Configure, Ready
 from msrun.supervise.reaper import Next
-from msrun.worker import mindspore, stdio
+from msrun.worker import mindspore, plain_script, stdio
 from msrun.worker.bootstrap import become_server, become_worker
 from msrun.worker.early_variables import why_exec
 from msrun.worker.mindspore_call import MindSporeCall
@@ -34,9 +34,13 @@ def _forkserver_main(
         store=become_store,
         server=become_server,
         mindspore=mindspore.become_scheduler,
-        without_torch=mindspore.ready_without_torch,
+        without_torch=_ready_without_torch,
         why_exec=why_exec,
         why_no_mindspore=mindspore.why_missing,
         door=MindSporeCall(),
     )
     return forkserver.run(configure, sock, listen_fds, signals, roles)
+
+
+def _ready_without_torch(configure: Configure) -> Ready | None:
+    return mindspore.ready_without_torch(configure) or plain_script.ready_without_torch(configure)

@@ -116,7 +116,7 @@ class Roles:
         store: Into the store.
         server: Into a parameter server.
         mindspore: Into MindSpore's scheduler.
-        without_torch: Says that the node is ready as it is, if its workers use MindSpore.
+        without_torch: Says that the node is ready as it is, if its workers want no torch.
         why_exec: Tells why a program needs interpreters of its own; empty when it does not.
         why_no_mindspore: Tells why MindSpore's scheduler cannot run here; empty when it can.
         door: Closed.

@@ -74,6 +74,7 @@ def scatters(zero, accumulate):
     return 1 if zero == 1 else accumulate
 
 
+@pytest.mark.sampled
 @pytest.mark.parametrize("accumulate", [1, 4])
 @pytest.mark.parametrize("zero", [1, 2, 3])
 def test_optimizer_parallel_sends_its_units(zero, accumulate):
@@ -128,6 +129,7 @@ def test_a_short_type_halves_what_is_sent():
 # Reductions of an activation a layer: two row-wise layers forward; backward the input of q, k and
 # v, which they share, and that of `up`.  What recomputation repeats is the first of the two, as
 # early stop skips the last operator of a layer.
+@pytest.mark.sampled
 @pytest.mark.parametrize(
     ("options", "reductions"),
     [

@@ -72,6 +72,7 @@ def assert_near(found, expected):
             torch.testing.assert_close(own, one, atol=2e-6, rtol=1e-5, msg=name)
 
 
+@pytest.mark.sampled
 @pytest.mark.parametrize("kind", ["batch norm", "counter"])
 @pytest.mark.parametrize("save", [[], ["comm"], ["matmul"]])
 @pytest.mark.parametrize("ranks", [1, 2])  # on two, batch norms are ours

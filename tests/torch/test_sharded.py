@@ -53,6 +53,7 @@ def test_what_is_frozen_later_stays(kind):
     assert_equal_curves(run_warm(thawing, 2, KINDS[kind], "early"), expected)
 
 
+@pytest.mark.sampled
 @pytest.mark.parametrize("names", [("fc1",), ("fc1.bias", "fc3"), ("fc2", "fc1.weight")])
 @pytest.mark.parametrize("kind", [kind for kind in KINDS if "pp" not in kind])
 def test_what_was_frozen_may_be_trained_later(kind, names):
@@ -152,6 +153,7 @@ def gradually(config, is_plain):
     return losses
 
 
+@pytest.mark.sampled
 @pytest.mark.parametrize("is_plain", [False, True])
 @pytest.mark.parametrize("kind", [kind for kind in KINDS if "pp" not in kind])
 def test_layers_thaw_one_after_the_other(kind, is_plain):
@@ -208,6 +210,7 @@ def thawed_alone(is_plain, which):
     return found
 
 
+@pytest.mark.sampled
 @pytest.mark.parametrize("is_plain", [False, True])
 @pytest.mark.parametrize(
     ("which", "sentence"),
@@ -254,6 +257,7 @@ def changed(config, change):
     return refusal(runtime.step, network, update, functional.cross_entropy, *batch)
 
 
+@pytest.mark.sampled
 @pytest.mark.parametrize("kind", ["dp", "zero", "small ones whole", "tp"])
 @pytest.mark.parametrize(("change", "name"), [("replaced", "weight"), ("added", "extra")])
 def test_new_parameters_are_refused(kind, change, name):

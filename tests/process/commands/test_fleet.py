@@ -80,6 +80,7 @@ def test_a_worker_that_is_killed(start):
     assert job.wait() == 137
 
 
+@pytest.mark.sampled
 @pytest.mark.parametrize(("signum", "code"), [(signal.SIGTERM, 143), (signal.SIGINT, 130)])
 def test_a_signal_to_the_head_ends_the_job(start, signum, code):
     job = start(*shell("trap 'exit 0' TERM; echo ready; sleep 60 & wait"))

@@ -73,6 +73,7 @@ def gone(processes):
     return not [process for process in alive if process.status() != psutil.STATUS_ZOMBIE]
 
 
+@pytest.mark.sampled
 @pytest.mark.parametrize("code", [0, 3])
 @pytest.mark.parametrize("name", HELPERS)
 def test_one_that_is_stopped_delays_the_end_and_changes_nothing_else(family, name, code):
@@ -87,6 +88,7 @@ def test_one_that_is_stopped_delays_the_end_and_changes_nothing_else(family, nam
     assert gone(sleepers)
 
 
+@pytest.mark.sampled
 @pytest.mark.parametrize("signum", [signal.SIGTERM, signal.SIGINT])
 @pytest.mark.parametrize("name", HELPERS)
 def test_one_that_is_stopped_does_not_keep_a_job_from_being_stopped(family, name, signum):

@@ -82,6 +82,7 @@ def run_plans(name, sizes):
     return errors
 
 
+@pytest.mark.sampled
 @pytest.mark.parametrize("name", MODELS)
 @pytest.mark.parametrize("sizes", [(2,), (2, 2)], ids=str)
 def test_plans_compute_what_one_process_does(name, sizes):

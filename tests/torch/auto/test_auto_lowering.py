@@ -158,6 +158,7 @@ def assert_as_one_process(name, config, *, runs_on):
 STORED = {"whole": "R", "state-cut": "Z"}
 
 
+@pytest.mark.sampled
 @pytest.mark.parametrize("name", ["wide", "gpt", "llama"])
 @pytest.mark.parametrize("ranks", [2, 4])
 @pytest.mark.parametrize("stored", STORED)
@@ -168,6 +169,7 @@ def test_data_parallel_is_the_runtimes_own(name, ranks, stored, tmp_path):
     assert calls <= {"whole": 4, "state-cut": 10}[stored]
 
 
+@pytest.mark.sampled
 @pytest.mark.parametrize(("name", "divides"), [("wide", megatron), ("gpt", megatron)])
 @pytest.mark.parametrize("mesh", [{"tp": 2}, {"dp": 2, "tp": 2}], ids=["tp", "dp-tp"])
 def test_modules_divided_by_styles_are_the_runtimes_own(name, divides, mesh, tmp_path):
@@ -219,7 +221,7 @@ def test_dropout_is_left_to_the_executor(tmp_path):
     assert found[0][2] == "parallel.mode: auto runs on executor\n"
 
 
-@pytest.mark.parametrize("stored", STORED)
+@pytest.mark.parametrize("stored", [pytest.param("whole", marks=pytest.mark.slow), "state-cut"])
 def test_checkpoints_go_on_under_the_executor_and_back(stored, tmp_path):
     ((want, _, _, _),) = run_ranks(train, 1, {"mesh": {"dp": 1}}, "gpt")
     one = auto(tmp_path / "one.json", "gpt", {"dp": 2}, stored=STORED[stored])

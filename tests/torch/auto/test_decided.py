@@ -62,9 +62,9 @@ def train(name, config, *, rate=0.1):
 @pytest.mark.parametrize(
     ("name", "config"),
     [
-        ("gpt", {"mesh": {"dp": 4}, **ZERO}),
+        pytest.param("gpt", {"mesh": {"dp": 4}, **ZERO}, marks=pytest.mark.slow),
         ("gpt", {"mesh": MESH, **ZERO, **AGAIN}),
-        ("llama", {"mesh": MESH, **AGAIN, "memory": "1GiB"}),
+        pytest.param("llama", {"mesh": MESH, **AGAIN, "memory": "1GiB"}, marks=pytest.mark.slow),
         ("llama", {"mesh": MESH, "optimizer": {"zero": 3}, **AGAIN, "search": "propagation"}),
         ("perceptron", {"mesh": {"tp": 2, "dp": 2}, "optimizer": {"zero": 1}}),
         ("gpt", {"mesh": "auto", "optimizer": {"zero": 1}, **AGAIN}),

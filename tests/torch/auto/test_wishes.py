@@ -97,6 +97,7 @@ def code_of(program, problem, found, module, end):
     return {placed(layout_node(io.base(value)[0]), None)}
 
 
+@pytest.mark.sampled
 @pytest.mark.parametrize("case", CASES, ids=lambda case: f"{case[0]}-{case[2]}-{case[3]}")
 @pytest.mark.parametrize("mode", ["exact", "recursive", "propagation"])
 def test_wishes_stand_in_the_plan(case, mode):
@@ -142,6 +143,7 @@ def train(name, config):
     return [rt.step(net, optimizer, lambda out, _: out, *both, both[1]).item() for both in batches]
 
 
+@pytest.mark.sampled
 @pytest.mark.parametrize(
     ("name", "rules"), [("gpt", [UP, WISHES["gpt"][3][0][0]]), ("llama", WISHES["llama"][1][0])]
 )

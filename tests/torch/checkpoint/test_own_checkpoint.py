@@ -71,6 +71,7 @@ def repeated(kind, config, is_by_hand):
     return losses, network.up(torch.ones(1, 16)).detach().cumsum(-1)
 
 
+@pytest.mark.sampled
 @pytest.mark.parametrize("is_by_hand", [True, False])
 @pytest.mark.parametrize("kind", [Repeated, RepeatedReentrant, RepeatedWithin])
 def test_what_a_script_recomputes_by_itself_is_that_of_one_process(kind, is_by_hand):
@@ -127,6 +128,7 @@ def repeated_refused(kind, config, is_by_hand):
     return caught.value.message
 
 
+@pytest.mark.sampled
 @pytest.mark.parametrize("is_by_hand", [True, False])
 @pytest.mark.parametrize(
     ("kind", "name"),

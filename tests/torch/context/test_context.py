@@ -94,6 +94,7 @@ def alone():
     return of
 
 
+@pytest.mark.sampled
 @pytest.mark.parametrize("rule", [RULE, RING], ids=["by heads", "ring"])
 @pytest.mark.parametrize("name", MODELS)
 def test_two_ranks_with_parts_of_sequences_equal_one_process(name, rule, alone):

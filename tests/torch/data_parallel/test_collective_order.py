@@ -81,6 +81,7 @@ def refused(level, told):
     )
 
 
+@pytest.mark.sampled
 @pytest.mark.parametrize("go", [step, loop])
 @pytest.mark.parametrize("config", [{}, {"recompute": {"modules": ["branches"]}}])
 @pytest.mark.parametrize("level", [1, 2, 3])
@@ -112,6 +113,7 @@ def forked_alone(ways):
     return found
 
 
+@pytest.mark.sampled
 @pytest.mark.parametrize("go", [step, loop])
 @pytest.mark.parametrize("level", [1, 2, 3])
 def test_ranks_may_use_other_parameters_of_one_module(level, go):

@@ -40,6 +40,7 @@ def learned(config, name, is_averaged):
         return [*losses, MODELS[name][1](other(x), y).item()]
 
 
+@pytest.mark.sampled
 @pytest.mark.parametrize("is_averaged", [True, False])
 @pytest.mark.parametrize(("name", "config"), [("mlp", {}), ("conv", {}), ("mlp", TP)])
 def test_a_copy_is_a_model_of_its_own(name, config, is_averaged):

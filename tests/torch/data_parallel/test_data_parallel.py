@@ -41,6 +41,7 @@ def reduced(fuse, accumulate):
     return dict(counted.calls), dict(counted.bytes)
 
 
+@pytest.mark.sampled
 @pytest.mark.parametrize("accumulate", [1, 4])
 @pytest.mark.parametrize(
     ("fuse", "buckets"),
@@ -109,6 +110,7 @@ def excluded(options, max_norm):
     return {name: full_tensor(param).tolist() for name, param in network.named_parameters()}
 
 
+@pytest.mark.sampled
 @pytest.mark.parametrize("max_norm", [None, 0.1])
 @pytest.mark.parametrize("zero", [0, 1, 3])
 def test_excluded_parameters_go_their_own_way(zero, max_norm):
@@ -129,6 +131,7 @@ def norm_with_excluded(options, uses_all):
     return runtime.clip_grad_norm_(network, 1.0).item()
 
 
+@pytest.mark.sampled
 @pytest.mark.parametrize("uses_all", [True, False])
 @pytest.mark.parametrize("zero", [0, 1, 3])
 def test_each_ranks_excluded_parameters_count_in_one_norm(zero, uses_all):
@@ -245,6 +248,7 @@ def routed(options, ways, *, with_graph):
     return found
 
 
+@pytest.mark.sampled
 @pytest.mark.parametrize("with_graph", [False, True])
 @pytest.mark.parametrize("options", [{}, {"accumulate": 2}, {"reduce": {"fuse": "module"}}])
 def test_a_rank_may_have_no_gradient_at_all(options, with_graph):

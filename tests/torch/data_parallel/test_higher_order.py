@@ -108,6 +108,7 @@ def _losses(config, make, hook=None):
         return error.message
 
 
+@pytest.mark.sampled
 @pytest.mark.parametrize("make", [Between, Around])
 @pytest.mark.parametrize("case", ["dp", "accumulate", "verify layers"])
 def test_a_choice_of_functions(make, case):
@@ -125,6 +126,7 @@ def test_a_choice_between_modules_that_are_sharded_is_refused(case, key):
         assert found.startswith(f"{key}: torch.cond or another operator that compiles what it ")
 
 
+@pytest.mark.sampled
 @pytest.mark.parametrize("hook", HOOKS)
 @pytest.mark.parametrize("case", ["dp", "zero 3", "tp", "accumulate"])
 def test_hooks_of_all_modules(case, hook):

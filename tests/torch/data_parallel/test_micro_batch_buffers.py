@@ -66,6 +66,7 @@ def trained(kind, config):
     return state(network)
 
 
+@pytest.mark.sampled
 @pytest.mark.filterwarnings("ignore:.*weight_norm. is deprecated")
 @pytest.mark.parametrize("kind", KINDS)
 @pytest.mark.parametrize(

@@ -78,6 +78,7 @@ def grouped(config, kind):
     return losses
 
 
+@pytest.mark.sampled
 @pytest.mark.parametrize("config", MIXED)
 @pytest.mark.parametrize("kind", KINDS)
 def test_groups_and_their_options_stay(kind, config):
@@ -100,6 +101,7 @@ def frozen_later(config, kind):
         return [functional.cross_entropy(network(x), y).item()]
 
 
+@pytest.mark.sampled
 @pytest.mark.parametrize("config", MIXED)
 @pytest.mark.parametrize("kind", ["sgd", "adamw"])
 def test_the_learning_rate_of_the_first_group_is_that_of_all(kind, config):
@@ -128,6 +130,7 @@ def scheduled(config, kind, is_before):
     return [*losses, *map(float, seen)]
 
 
+@pytest.mark.sampled
 @pytest.mark.filterwarnings("error")
 @pytest.mark.parametrize("config", MIXED)
 @pytest.mark.parametrize("is_before", [True, False])

@@ -53,6 +53,7 @@ def sharded_lists(seen):
     return set().union(*seen) - {0}
 
 
+@pytest.mark.sampled
 @pytest.mark.parametrize("options", [{}, {"shard_size": 2}, {"threshold": 256}])
 @pytest.mark.parametrize(("kind", "own"), [(ADAM, {}), (torch.optim.SGD, {"momentum": 0.9})])
 def test_lists_change_nothing(kind, own, options):

@@ -95,6 +95,7 @@ def in_one(kind, optimizer):
     return run_warm(learned, 1, {}, kind, BEFORE, optimizer)[0]
 
 
+@pytest.mark.sampled
 @pytest.mark.parametrize("config", CONFIGS)
 @pytest.mark.parametrize("is_before", [True, False])
 @pytest.mark.parametrize("kind", HOOKS)
@@ -105,6 +106,7 @@ def test_a_hook_gets_the_gradient_of_one_process(kind, is_before, config):
     assert in_one(kind, "sgd") != in_one("off" if kind != "off" else "norm", "sgd")
 
 
+@pytest.mark.sampled
 @pytest.mark.parametrize("config", ["dp", "zero3", "tp"])
 @pytest.mark.parametrize("kind", ["half of the rows", "norm after"])
 def test_another_optimizer(kind, config):
@@ -198,6 +200,7 @@ def looped(config, kind, is_before):
 TOO_EARLY = "fc1.weight has a gradient hook, which a plain loop runs before the gradient is reduced"
 
 
+@pytest.mark.sampled
 @pytest.mark.parametrize("is_before", [True, False])
 @pytest.mark.parametrize(
     ("config", "kind", "is_right"),

@@ -77,6 +77,7 @@ EQUAL = ", which must be equal on all ranks"
 ALL = "fc1.weight (rank 0), fc1.bias (rank 0), fc2.weight (rank 0), fc2.bias (rank 0) and 2 more"
 
 
+@pytest.mark.sampled
 @pytest.mark.parametrize("use_loop", [False, True])
 @pytest.mark.parametrize(
     ("ranks", "changes", "step", "names"),
@@ -141,6 +142,7 @@ LAYERS = [
 ]
 
 
+@pytest.mark.sampled
 @pytest.mark.parametrize("model", ["conv", "transformer"])
 @pytest.mark.parametrize(
     "config",
@@ -283,6 +285,7 @@ def with_head(config, where):
     return None
 
 
+@pytest.mark.sampled
 @pytest.mark.parametrize("where", ["optimizer", "step", "later"])
 @pytest.mark.parametrize("config", [{}, {"optimizer": {"zero": 3}}])
 def test_an_optimizer_of_parameters_outside_of_the_model_is_refused(config, where):

@@ -113,6 +113,7 @@ def assert_learns(found, expected):
         assert worst <= 1e-6, (losses, expected)
 
 
+@pytest.mark.sampled
 @pytest.mark.parametrize("kind", KINDS)
 @pytest.mark.parametrize("name", DIVIDED)
 def test_rows_are_learned_as_in_one_process(name, kind):
@@ -233,6 +234,7 @@ def undeclared(config, is_added):
     return caught.value.message
 
 
+@pytest.mark.sampled
 @pytest.mark.parametrize("is_added", [False, True])
 @pytest.mark.parametrize("level", [0, 1, 2, 3])
 def test_rows_that_nobody_announced_are_refused(level, is_added):
@@ -285,6 +287,7 @@ def test_what_would_mean_something_else_is_refused_before_anything_changes(
     assert run_warm(refused, 2, config, options) == 2 * [sentence]
 
 
+@pytest.mark.sampled
 @pytest.mark.parametrize("kind", KINDS)
 @pytest.mark.parametrize("options", [{"padding_idx": 3}, {"padding_idx": 20},
                                      {"scale_grad_by_freq": True}])  # fmt: skip

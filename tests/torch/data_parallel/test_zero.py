@@ -53,6 +53,7 @@ def local(tensor):
 GATHER, SCATTER = "_allgather_base_", "_reduce_scatter_base_"
 
 
+@pytest.mark.sampled
 @pytest.mark.parametrize("accumulate", [1, 4])
 @pytest.mark.parametrize("zero", [1, 2, 3])
 def test_collectives_and_memory_are_those_of_the_level(zero, accumulate):

@@ -114,6 +114,14 @@ def test_nothing_is_preloaded_where_nothing_is_forked(folder, finished, words):
     assert job.log() == f"[] True {path} {folder / 'beside'}\n"
 
 
+@pytest.mark.parametrize(("use", "is_loaded"), [("", False), ("import torch", True)], ids=str)
+def test_torch_is_loaded_for_a_script_that_may_use_it(folder, finished, use, is_loaded):
+    script(folder, f"import sys\nprint('torch.nn' in sys.modules)\n{use}")
+    job = finished(folder, "program.py")
+
+    assert job.log() == f"{is_loaded}\n"
+
+
 def test_options_of_the_interpreter_are_followed(folder, finished):
     script(folder, "import sys\nprint(sys.warnoptions, sys._xoptions, sys.flags.optimize)")
     job = finished(folder, "python", "-W", "error", "-X", "a=b", "-O", "program.py")
@@ -133,6 +141,7 @@ def test_torch_lies_in_large_pages_that_workers_do_not_ask_for(folder, finished)
         folder,
         """
         import os
+        import torch
         sizes = dict(line.split()[:2] for line in open("/proc/self/smaps_rollup") if ":  " in line)
         print(int(sizes["AnonHugePages:"]) > 0, "GLIBC_TUNABLES" in os.environ)
         """,

@@ -36,6 +36,7 @@ def read(options, epochs=2):
     return [[batch.tolist() for batch in loader] for _ in range(epochs)]
 
 
+@pytest.mark.sampled
 @pytest.mark.parametrize("options", [{}, {"drop_last": True}, {"num_workers": 2}])
 @pytest.mark.parametrize("ranks", [1, 2])
 def test_ranks_share_each_global_batch(ranks, options):

@@ -292,6 +292,7 @@ LOSSES_OF_ONE_PART = {name: loss_fn for name, (loss_fn, _) in REFUSED.items()} |
 }
 
 
+@pytest.mark.sampled
 @pytest.mark.parametrize("name", REFUSED)
 @pytest.mark.parametrize(
     "config", [{}, {"accumulate": 2}, {"optimizer": {"zero": 1}}], ids=["dp", "parts", "zero"]

@@ -100,6 +100,7 @@ CONFIGS = {
 }
 
 
+@pytest.mark.sampled
 @pytest.mark.parametrize(("ranks", "config"), CONFIGS.values(), ids=CONFIGS)
 @pytest.mark.parametrize("kind", [StateOfTheLastCall, ScaledByTheLastCall])
 def test_what_another_micro_batch_computed_is_refused(kind, ranks, config):
@@ -109,6 +110,7 @@ def test_what_another_micro_batch_computed_is_refused(kind, ranks, config):
         )
 
 
+@pytest.mark.sampled
 @pytest.mark.parametrize(("ranks", "config"), CONFIGS.values(), ids=CONFIGS)
 @pytest.mark.parametrize("kind", [Keeping, Outputs, Placed])
 def test_what_a_model_keeps_and_does_not_need_is_right(kind, ranks, config):

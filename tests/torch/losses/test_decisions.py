@@ -178,6 +178,7 @@ CONFIGS = {
 SENTENCE = "the model decides by values of a part of the batch, and parts differ (test_decisions.py"
 
 
+@pytest.mark.sampled
 @pytest.mark.parametrize("config", CONFIGS.values(), ids=CONFIGS)
 @pytest.mark.parametrize("between", DECIDING, ids=lambda function: function.__name__)
 def test_parts_that_decide_otherwise_are_refused_on_all_ranks(between, config):
@@ -188,6 +189,7 @@ def test_parts_that_decide_otherwise_are_refused_on_all_ranks(between, config):
         assert is_same
 
 
+@pytest.mark.sampled
 @pytest.mark.parametrize("config", CONFIGS.values(), ids=CONFIGS)
 @pytest.mark.parametrize("between", GUARDS, ids=lambda function: function.__name__)
 def test_guards_that_differ_are_a_warning(between, config):
@@ -209,6 +211,7 @@ def test_micro_batches_of_one_rank_are_compared():
     assert is_same
 
 
+@pytest.mark.sampled
 @pytest.mark.parametrize("recompute", [False, True], ids=["plain", "recompute"])
 @pytest.mark.parametrize("config", CONFIGS.values(), ids=CONFIGS)
 def test_later_steps_compare_what_the_first_found(config, recompute):
@@ -222,6 +225,7 @@ def _trained_with(config, between, options):
     return trained(config, between, **options)
 
 
+@pytest.mark.sampled
 @pytest.mark.parametrize("config", CONFIGS.values(), ids=CONFIGS)
 @pytest.mark.parametrize("between", [*RIGHT, "words"], ids=lambda it: getattr(it, "__name__", it))
 def test_what_parts_may_decide_trains_as_one_process(between, config):
@@ -252,6 +256,7 @@ def test_a_model_that_decides_runs_without_compile():
 PLAIN = {name: CONFIGS[name] for name in ("dp", "zero 1", "zero 3")}
 
 
+@pytest.mark.sampled
 @pytest.mark.parametrize("outlier_from", [0, 2])
 @pytest.mark.parametrize("config", PLAIN.values(), ids=PLAIN)
 @pytest.mark.parametrize("between", [above, of_the_mean], ids=lambda function: function.__name__)
@@ -437,6 +442,7 @@ def chosen(config, outlier_from, is_plain):
     return losses
 
 
+@pytest.mark.sampled
 @pytest.mark.parametrize("is_plain", [False, True], ids=["step", "plain"])
 @pytest.mark.parametrize("outlier_from", [0, 2])
 @pytest.mark.parametrize("level", [1, 3])

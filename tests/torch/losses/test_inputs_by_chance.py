@@ -57,6 +57,7 @@ def noticed(between, rows):
     return watch.read(loss, is_cut=True)
 
 
+@pytest.mark.sampled
 @pytest.mark.parametrize("rows", [4, 1])
 @pytest.mark.parametrize("between", PAIRS, ids=name_of)
 def test_pairs_with_rows_of_another_input_are_noticed(between, rows):
@@ -79,6 +80,7 @@ def test_rows_that_samples_choose_of_another_input_are_noticed(between):
     assert "x[None]" in error.hint
 
 
+@pytest.mark.sampled
 @pytest.mark.parametrize("rows", [4, 1])
 @pytest.mark.parametrize("between", OF_SAMPLES, ids=name_of)
 def test_an_input_of_samples_is_right(between, rows):

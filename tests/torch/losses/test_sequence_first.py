@@ -129,6 +129,7 @@ def _trained(config, cells, options):
 CUT = {"accumulate": (1, {"accumulate": 2}), "dp": (2, {"accumulate": 2}), "pp": (2, PIPELINE)}
 
 
+@pytest.mark.sampled
 @pytest.mark.parametrize(("ranks", "config"), CUT.values(), ids=CUT)
 @pytest.mark.parametrize("cells", CELLS)
 def test_layers_whose_sequence_micro_batches_cut_are_refused(cells, ranks, config):
@@ -147,6 +148,7 @@ def test_as_many_tokens_as_samples_are_refused_too(ranks, config):
     assert "has sequences in dim 0" in run(ranks, config, "LSTM", tokens=SAMPLES)
 
 
+@pytest.mark.sampled
 @pytest.mark.parametrize(("ranks", "config"), CUT.values(), ids=CUT)
 @pytest.mark.parametrize("cells", CELLS)
 def test_models_that_turn_their_batch_train_as_one_process(cells, ranks, config):

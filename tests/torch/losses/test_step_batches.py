@@ -403,6 +403,7 @@ def with_items(config, counted):
 IN_STAGES = {"mesh": {"pp": 2}, "pipeline": {"stages": {"a": 0, "b": 1}, "microbatches": 2}}
 
 
+@pytest.mark.sampled
 @pytest.mark.parametrize("counted", ["all", "own"])
 @pytest.mark.parametrize(
     "config",

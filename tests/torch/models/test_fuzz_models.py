@@ -10,7 +10,8 @@ import pytest
 
 pytestmark = pytest.mark.torch
 
-FIRST_SEED, DRAWS = 1, 50
+# The nightly run draws others for 8 minutes.
+FIRST_SEED, DRAWS = 1, 25
 CASES = Path(__file__).with_name("fuzz_cases.txt")
 
 
@@ -49,10 +50,10 @@ def fuzz(*words, timeout):
 
 
 @pytest.mark.timeout(300)
-@pytest.mark.parametrize("first", [0, pytest.param(1, marks=pytest.mark.slow)])
+@pytest.mark.parametrize("first", [0, *(pytest.param(n, marks=pytest.mark.slow) for n in (1, 2))])
 def test_what_was_found_is_found_no_more(first):
-    """Every other case in CI."""
-    fuzz(*(word for line in kept()[first::2] for word in ("--case", line)), timeout=280)
+    """Every third case in CI."""
+    fuzz(*(word for line in kept()[first::3] for word in ("--case", line)), timeout=280)
 
 
 @pytest.mark.timeout(300)

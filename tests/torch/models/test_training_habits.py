@@ -134,6 +134,7 @@ def adversarial(config):
     return losses
 
 
+@pytest.mark.sampled
 @pytest.mark.parametrize("train", [averaged, distilled, distilled_within, adversarial])
 @pytest.mark.parametrize("config", CONFIGS.values(), ids=CONFIGS)
 def test_two_models_learn_what_they_learn_in_one_process(train, config):

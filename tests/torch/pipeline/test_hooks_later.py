@@ -74,6 +74,7 @@ def refused(config, kind, where):
     return caught.value.message
 
 
+@pytest.mark.sampled
 @pytest.mark.parametrize("kind", KINDS)
 @pytest.mark.parametrize("where", ["", "body"])
 def test_hooks_on_what_is_divided_are_refused_when_they_are_set(kind, where):

@@ -331,6 +331,7 @@ TRAPS_V = {"a": (0, 0), "total": (1, 0), "own": (1, 0), "e": (1, 1), "head": (0,
 TRAPS_LOOPED = {"a": (0, 0), "total": (1, 0), "own": (1, 0), "e": (0, 1), "head": (1, 1)}
 
 
+@pytest.mark.sampled
 @pytest.mark.parametrize("frozen", [(), ("a",)])
 @pytest.mark.parametrize(
     ("schedule", "where"),

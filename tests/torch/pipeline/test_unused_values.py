@@ -158,6 +158,7 @@ ZERO = [
 ]
 
 
+@pytest.mark.sampled
 @pytest.mark.parametrize("schedule", ["1f1b", "gpipe", "interleaved", "zbv"])
 @pytest.mark.parametrize("kind", KINDS)
 def test_what_the_loss_does_not_use_has_no_gradient(kind, schedule):

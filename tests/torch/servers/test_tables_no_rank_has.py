@@ -162,6 +162,7 @@ def test_made_tables_train_save_and_load_as_one_process(kind, tmp_path, monkeypa
     torch.testing.assert_close(kept, squares, rtol=0, atol=1e-6)
 
 
+@pytest.mark.sampled
 @pytest.mark.parametrize("dtype", ["float32", "float64", "bfloat16", "float16"])
 @pytest.mark.parametrize("shape", [[101, 7], [3, 2], [5, 1], [1000, 9]])
 @pytest.mark.parametrize("kind", ["normal", "uniform"])

@@ -362,6 +362,7 @@ def _image(kernel, grid):
     torch.testing.assert_close(total, wanted[1])
 
 
+@pytest.mark.sampled
 @pytest.mark.parametrize("grid", [(4, 1), (1, 2), (2, 2)])
 @pytest.mark.parametrize("kernel", [3, 5])
 def test_image_blocks(kernel, grid):

@@ -94,7 +94,7 @@ def of_heads():
     return sweep(Shard(2), is_of_heads=True)
 
 
-@pytest.mark.parametrize("cut", [Shard(0), Shard(2)])
+@pytest.mark.parametrize("cut", [Shard(0), pytest.param(Shard(2), marks=pytest.mark.slow)])
 def test_uneven_parts_are_right_or_refused(cut):
     # A plan makes no such parts, but a view may: 4 and 8 in three.
     for wrong, _ in run_warm(sweep, 3, cut):

@@ -47,6 +47,7 @@ def _clipped(config, clip):
     return found
 
 
+@pytest.mark.sampled
 @pytest.mark.parametrize("clip", [2.0, 1.0, math.inf, None])
 @pytest.mark.parametrize("case", CONFIGS)
 def test_torch_clips_gradients_as_in_one_process(case, clip):

@@ -71,6 +71,7 @@ CONFIGS = {
 }
 
 
+@pytest.mark.sampled
 @pytest.mark.parametrize("config", CONFIGS)
 @pytest.mark.parametrize("name", MODELS)
 def test_auto_tp_equals_one_process(name, config):

@@ -145,6 +145,7 @@ def gradients(kind, config):
     return output.detach(), found, dict(counted.calls)
 
 
+@pytest.mark.sampled
 @pytest.mark.parametrize(
     "kind",
     [Siblings, Written, Untracked, Late, Renewed, Exchanged, Writing, Checkpointed, Between],

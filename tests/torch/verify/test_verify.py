@@ -175,6 +175,7 @@ def _refused(config, make, loss_fn):
     return message, not_verified(caught)
 
 
+@pytest.mark.sampled
 @pytest.mark.parametrize("config", [{}, {"optimizer": {"zero": 3}}], ids=["dp", "zero 3"])
 @pytest.mark.parametrize(
     ("make", "loss_fn", "cause"),
@@ -312,6 +313,7 @@ def _changed(config, change):
 _STAGES = {"mesh": {"pp": 2}, "pipeline": {"stages": {"0": 0, "1": 1}, "microbatches": 2}}
 
 
+@pytest.mark.sampled
 @pytest.mark.parametrize("config", [{}, {"optimizer": {"zero": 3}}], ids=["dp", "zero 3"])
 @pytest.mark.parametrize("change", [of_modules, of_gradients, of_attributes, removed])
 def test_what_the_script_changes_after_shard_counts_in_one_process(config, change):

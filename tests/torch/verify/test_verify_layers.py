@@ -112,6 +112,7 @@ def steeper(_, args, output):  # noqa: ARG001 - a forward hook
     return _Steeper.apply(output)
 
 
+@pytest.mark.sampled
 @pytest.mark.parametrize("change", [louder, steeper])
 @pytest.mark.parametrize(
     "case", ["dp", "dp 4, accumulate", "zero 3", "recompute", "tp", "dp x tp, zero 3", "pp x dp"]
@@ -291,6 +292,7 @@ def of_counting():
     return between(Counting)
 
 
+@pytest.mark.sampled
 @pytest.mark.parametrize("zero", [0, 3])
 @pytest.mark.parametrize(
     ("make", "layer", "cause"),
@@ -307,6 +309,7 @@ def test_a_layer_that_is_wrong_on_ranks_is_found(make, layer, cause, zero):
         assert cause in message
 
 
+@pytest.mark.sampled
 @pytest.mark.parametrize(
     ("make", "words"),
     [

@@ -238,6 +238,7 @@ LINEAR = functools.partial(nn.Linear, 16, 10)
 CONFIG_OF = {"dp": {"verify": 1}, "zero 3": {"verify": 1, "optimizer": {"zero": 3}}}
 
 
+@pytest.mark.sampled
 @pytest.mark.parametrize("config", CONFIG_OF)
 @pytest.mark.parametrize(
     ("make", "form", "cause"),
@@ -258,6 +259,7 @@ def test_a_wrong_loop_is_refused_with_its_cause(config, make, form, cause):
         assert "hint: train with rt.step" in found[0][0]
 
 
+@pytest.mark.sampled
 @pytest.mark.parametrize("config", CONFIG_OF)
 @pytest.mark.parametrize(
     ("make", "form"),

@@ -53,6 +53,7 @@ def evaluated(config, change):
     return losses
 
 
+@pytest.mark.sampled
 @pytest.mark.parametrize("change", [in_place, by_data, as_list])
 @pytest.mark.parametrize("level", LEVELS)
 def test_weights_may_change_around_an_evaluation(level, change):
@@ -77,6 +78,7 @@ def looked_at(config, has_gradients):
     return losses
 
 
+@pytest.mark.sampled
 @pytest.mark.parametrize("has_gradients", [True, False])
 @pytest.mark.parametrize("level", LEVELS)
 def test_a_forward_between_backward_and_step_keeps_nothing(level, has_gradients):

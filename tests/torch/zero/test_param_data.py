@@ -78,6 +78,7 @@ CONFIGS = [
 ]
 
 
+@pytest.mark.sampled
 @pytest.mark.parametrize("new", [whole, of_itself])
 @pytest.mark.parametrize("steps_of", [step, loop, by_hand])
 @pytest.mark.parametrize("config", CONFIGS)

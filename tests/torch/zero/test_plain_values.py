@@ -137,6 +137,7 @@ def trained(config, habit):
     return losses
 
 
+@pytest.mark.sampled
 @pytest.mark.parametrize("habit", HABITS)
 @pytest.mark.parametrize("config", CONFIGS)
 def test_gradients_and_weights_changed_by_hand_are_those_of_one_process(config, habit):

@@ -92,12 +92,14 @@ CONFIGS = {
 PLAIN = {name: config for name, config in CONFIGS.items() if "accumulate" not in config}
 
 
+@pytest.mark.sampled
 @pytest.mark.parametrize("at", [0, 2])
 @pytest.mark.parametrize("config", CONFIGS.values(), ids=CONFIGS)
 def test_a_pass_that_raised_leaves_nothing_behind(config, at):
     _compare(config, at, sparse=False, is_plain=False)
 
 
+@pytest.mark.sampled
 @pytest.mark.parametrize("at", [0, 2])
 @pytest.mark.parametrize("config", PLAIN.values(), ids=PLAIN)
 def test_neither_does_one_of_a_plain_loop(config, at):

@@ -55,6 +55,7 @@ def dropped_between(config, drop):
     return losses
 
 
+@pytest.mark.sampled
 @pytest.mark.parametrize("drop", [to_none, to_zeros, by_hand, of_layers])
 @pytest.mark.parametrize("level", LEVELS)
 def test_gradients_may_be_dropped_between_forward_and_backward(level, drop):
