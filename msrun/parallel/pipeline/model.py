@@ -7,7 +7,7 @@ from collections import OrderedDict
 from collections.abc import Callable, Collection, Mapping, Sequence
 from functools import partial, reduce
 from itertools import chain
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, cast
 
 import torch
 import torch.distributed as dist
@@ -288,13 +288,12 @@ class PipelineModel(StageModel):
         """
         split, borders = self._prepare(inputs, may_differ=False)
         self._check_even(split)
-        tally = self._tally(ranks, split, borders, items)
         work = Work(
             split=split,
             inputs=inputs,
             target=target,
             loss_fn=loss_fn and self._follower.followed(loss_fn),
-            tally=tally,
+            tally=(tally := self._tally(ranks, split, borders, items)),
             follower=self._follower,
             check=partial(check_loss, self) if self._cut.chunks.stages > 1 else lambda *_: None,
             buffers=self.written_buffers,
@@ -303,10 +302,10 @@ class PipelineModel(StageModel):
             is_planned=self.is_planned and ranks.size > 1,
         )
         schedule = self._schedule(borders)
-        self._reach = reach = StageReach(self, self._ranks, schedule.reach, self._tied)
+        self._reach = StageReach(self, self._ranks, schedule.reach, self._tied)
         schedule.run(work)
         self.written_buffers.is_checked = not tally.has_refused
-        tally.note_unreached(reach.end())
+        tally.note_unreached(self._reach.end())
         # The last stage has the loss, and any stage may have refused.
         dist.all_reduce(tally.numbers, group=self._ranks.group)
         return tally
@@ -334,9 +333,9 @@ class PipelineModel(StageModel):
             )
 
     def reduce_tied(self) -> None:
-        """Sum gradients of tied weights over stages, after those over data-parallel ranks.
+        """Sum gradients of tied weights over stages; all ranks of the axis take part.
 
-        In that order copies stay equal to the last bit.  All ranks of the axis take part.
+        After those over data-parallel ranks: so copies stay equal to the last bit.
         """
         self._tied.reduce()
 
@@ -424,8 +423,8 @@ class SplitModel(PipelineModel):
 
     def divided(self) -> list[tuple[str, nn.Module]]:
         """Return the modules that no stage calls as a whole, by name."""
-        names = filter(None, self._opened)
-        return [*super().divided(), *((name, self.get_submodule(name)) for name in names)]
+        opened = ((name, self.get_submodule(name)) for name in self._opened if name)
+        return [*super().divided(), *opened]
 
     def follow(self, follower: Follower) -> None:
         """Have `follower` follow the model from now on, and its recordings."""
@@ -465,8 +464,7 @@ class SplitModel(PipelineModel):
 
     def _run_chunk(self, chunk: int, inputs: Sequence[Any]) -> Any:
         """Run the modules of a chunk."""
-        if (recording := self._recording) is None:
-            raise RuntimeError("no forward was recorded")
+        recording = cast("Recording", self._recording)  # `_prepare` comes first
         own, received = inputs[: recording.arity], inputs[recording.arity :]
         self._follower.receive(recording.notes, chunk, received)
         result = recording.compiled[chunk](self, *leaves(own), *received)
@@ -476,8 +474,7 @@ class SplitModel(PipelineModel):
     def _saved_bytes(self, inputs: Sequence[Any]) -> Sequence[int] | None:
         """Return the bytes that a copy without values saves."""
         split = split_batch(inputs, self._pieces, may_differ=False)
-        piece = split.padded(inputs, 0)
-        recording = self._record(piece, split.width)
+        recording = self._record(piece := split.padded(inputs, 0), split.width)
         with self.precision():
             return self._recordings.saved_bytes(piece, recording)
 
@@ -490,8 +487,8 @@ class SplitModel(PipelineModel):
 
     def _record(self, piece: Sequence[Any], samples: int) -> Recording:
         """Return the forward of a micro-batch, whose programs chunks run from now on."""
-        modes = {name: self.get_submodule(name).training for name in self._opened}
         with self.precision():
+            modes = {name: self.get_submodule(name).training for name in self._opened}
             recording = self._recordings.find(piece, modes, samples)
         if not recording.compiled:
             vars(self).update(recording.constants)

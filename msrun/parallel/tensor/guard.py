@@ -445,10 +445,7 @@ class Guard(TorchFunctionMode):
         return rows.redistribute(self._mesh, placements)
 
     def _cross_entropy(self, logits: DTensor, target: DTensor, **options: Any) -> Any:
-        """Compute the loss of logits that are sharded by class, or by sample, without gathering.
-
-        By class torch's `loss_parallel` does, inside its context, where `rt.step` runs the loss.
-        """
+        """Compute the loss of logits that are sharded by sample, or by torch's `loss_parallel`."""
         if (by_sample := sharded_losses.cross_entropy(logits, target, **options)) is not None:
             return by_sample
         is_plain = options.get("weight") is None and not options.get("label_smoothing")
