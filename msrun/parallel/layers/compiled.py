@@ -59,7 +59,8 @@ def find(
     routed = [name for name, plan in plans.items() if plan.is_routed] if layout.ep > 1 else []
     names = _outermost(config.compile, model)
     has_parts = bool(layout.images) or context_rule(config) is not None
-    _check_rules(names, plans if is_divided else {}, has_parts=has_parts)
+    divided = plans if is_divided else {name: plans[name] for name in routed}
+    _check_rules(names, divided, has_parts=has_parts)
     _check_experts(names, routed)
     _check_recomputed(config, model, names)
     if layout.size(DATA_AXIS) > 1 and config.batch_norm == "sync":

@@ -406,7 +406,7 @@ def _rules() -> dict[str, Rule]:
 
     linear, curved = (partial(_elementwise, is_linear=flag) for flag in (True, False))
     add(linear, "add __add__ __radd__ __iadd__ sub subtract __sub__ __rsub__ __isub__ rsub neg")
-    add(linear, "real imag")
+    add(linear, "real imag lerp")
     dropped = "dropout dropout1d dropout2d dropout3d where masked_fill"
     kept = "to float double half bfloat16 type type_as clone contiguous detach cpu cuda"
     add(linear, f"__neg__ negative {kept} {dropped}")

@@ -122,7 +122,7 @@ class LossWatch(LinkedTerms):
         sums = self._sums(name, args) if not kwargs else None  # before they are written
         if is_sign(name) and (term := self._own_term(args[0])) and term.hint:
             sources -= {self._terms.index(term)}
-        result = _number(func(*args, **kwargs), args)
+        result = self._plain_number(func(*args, **kwargs), args)
         if is_gradient(func):
             self._differentiated(result, args[0], args[1], sources)
             return result
@@ -141,6 +141,18 @@ class LossWatch(LinkedTerms):
         else:
             return self._noted(name, result, args, kwargs)
         return result
+
+    def _plain_number(self, result: Any, args: Sequence[Any]) -> Any:
+        """Return `result` of `args` as a plain tensor if it is one number of divided samples.
+
+        As a DTensor it would lose its term: functions with plain tensors, and outputs of modules,
+        are tensors made of it.  Numbers of sharded parameters and gradients stay what they are.
+        """
+        if not isinstance(result, Tensor) or result.dim() or not result.requires_grad:
+            return result
+        is_new = all(result is not value for value in args)
+        is_of_samples = any(isinstance(x, Tensor) and self._is_sample(x) for x in args)
+        return full_tensor(result) if is_new and is_of_samples else result
 
     def _noted(
         self, name: str, result: Tensor, args: tuple[Any, ...], kwargs: dict[str, Any]
@@ -322,9 +334,9 @@ class LossWatch(LinkedTerms):
         is_row = bool(args) and self._is_row(args[0])
         name, how = func.__name__, "none" if is_row else reduction_of(kwargs)
         if how != "mean" or not (func in BY_CLASS or func in BY_ELEMENT):
-            result = _number(func(*args, **kwargs), args)
+            result = self._plain_number(func(*args, **kwargs), args)
             if how == "sum":
-                term = Term(name=name, total=result, elements=args[1].numel())
+                term = Term(name=name, total=full_tensor(result), elements=args[1].numel())
                 self._leave(result, term, sources)
             else:
                 self._link(result, sources)
@@ -471,13 +483,3 @@ class LossWatch(LinkedTerms):
         term = Term(name=name, total=total, count=count, mean=mean, limit=limit, elements=elements)
         self._leave(result, term, sources)
         return result
-
-
-def _number(result: Any, args: Sequence[Any]) -> Any:
-    """Return `result` of `args` as a plain tensor if it is one number of divided tensors.
-
-    As a DTensor it would lose its term: functions with plain tensors, and outputs of modules, are
-    tensors made of it.
-    """
-    is_new = isinstance(result, Tensor) and all(result is not value for value in args)
-    return full_tensor(result) if is_new and not result.dim() else result

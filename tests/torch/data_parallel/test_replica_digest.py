@@ -1,5 +1,7 @@
 """Replicas that drift apart are refused by name, and those that may differ are not."""
 
+import warnings
+
 import pytest
 import torch
 from ranks import MODELS, OPTIMIZERS, Counted, batches, build, run_ranks, run_warm, token_loss
@@ -181,6 +183,7 @@ class Average(nn.Module):
 
 
 def averaged(config, whose):
+    warnings.filterwarnings("ignore", message="msrun: the loss depends on a mean over samples")
     runtime = msrun.init(config)
     network = runtime.shard(Average(of_all=whose == "all"))
     return steps(network, runtime, OPTIMIZERS["sgd"](network.parameters()))

@@ -239,8 +239,8 @@ BESIDE = {
     "compile": (
         {"compile": {"modules": ["layers.*"]}},
         (
-            "compile.modules: layers.0 contains layers.0.mlp.experts, which the plan divides, and "
-            "the compiler follows no divided tensors"
+            "compile.modules: layers.0 contains layers.0.mlp.experts, which has experts that ranks "
+            "share, and the compiler does not follow that"
         ),
     ),
 }

@@ -255,8 +255,8 @@ REFUSED = {
         ({**EP, "compile": {"modules": ["layers.*"]}}, "experts"),
         0,
         (
-            "parallel.compile.modules: layers.0 contains layers.0.mlp.experts, which the plan "
-            "divides, and the compiler follows no divided tensors"
+            "parallel.compile.modules: layers.0 contains layers.0.mlp.experts, which has experts "
+            "that ranks share, and the compiler does not follow that"
         ),
     ),
     "an expert of a list": (
