@@ -31,7 +31,7 @@ import torch
 from torch import Tensor
 
 from msrun.errors import ModelError
-from msrun.parallel.local import full_tensor
+from msrun.parallel.local import full_tensor, is_sharded
 from msrun.parallel.losses import torch_calls
 from msrun.parallel.losses.batch import tensors_in
 from msrun.parallel.losses.calls.reductions import Reduced, reduced_by, sums_rows
@@ -151,7 +151,8 @@ class LossWatch(LinkedTerms):
         if not isinstance(result, Tensor) or result.dim() or not result.requires_grad:
             return result
         is_new = all(result is not value for value in args)
-        is_of_samples = any(isinstance(x, Tensor) and self._is_sample(x) for x in args)
+        divided = [x for x in args if isinstance(x, Tensor) and is_sharded(x)]
+        is_of_samples = is_sharded(result) and all(map(self._is_sample, divided))
         return full_tensor(result) if is_new and is_of_samples else result
 
     def _noted(
