@@ -89,6 +89,7 @@ def show_message(body):  # noqa: C901, PLR0911, PLR0912 - one line a message
             return "Warmed"
         case WorkerExited():
             swept = " (swept)" if body.exit.swept else ""
+            swept = swept or " (stopped)" * (body.exit.stopped and body.exit.succeeded)
             return f"WorkerExited rank={body.exit.rank} {body.exit.how()}{swept}"
         case Drained():
             return "Drained" + (f" stuck={body.stuck}" if body.stuck else "")

@@ -150,6 +150,7 @@ class AgentState:
     _awaited: str = ""
     _own_verdict: Verdict | None = None
     _due: float | None = None
+    _stopping_at: float = -math.inf
 
     def begin(self) -> list[Action]:
         """Return the first actions."""
@@ -335,7 +336,7 @@ class AgentState:
         self.live.discard(event.exit.rank)
         actions: list[Action] = []
         if not self._is_cut:  # else the node was lost, and its workers did not fail
-            end = verdicts.fit(self._without_our_signal(event.exit))
+            end = verdicts.fit(self._without_our_signal(event.exit, now))
             self._exits.append((end, now))
             actions = [self._send(WorkerExited(exit=end, at=now))]
         if not self.live:
@@ -345,8 +346,10 @@ class AgentState:
                 actions += self._drained_if_done(now)
         return actions
 
-    def _without_our_signal(self, end: RankExit) -> RankExit:
+    def _without_our_signal(self, end: RankExit, now: float) -> RankExit:
         """Return `end` as it would have been without the signals that we sent."""
+        if end.succeeded and now - end.age < self._stopping_at:
+            return end
         is_stopping = self.phase in (AgentPhase.STOPPING, AgentPhase.SWEEPING)
         is_swept = self.phase is AgentPhase.SWEEPING
         end = msgspec.structs.replace(end, stopped=is_stopping, swept=is_swept)
@@ -370,7 +373,7 @@ class AgentState:
     def _begin_stop(
         self, now: float, signum: int = signal.SIGTERM, grace: float = math.inf
     ) -> list[Action]:
-        self.phase = AgentPhase.STOPPING
+        self.phase, self._stopping_at = AgentPhase.STOPPING, now
         if self._tree_lost:
             # No process is left that could report the ends of the workers, so none is awaited.
             self.live.clear()
