@@ -148,12 +148,13 @@ class LossWatch(LinkedTerms):
         As a DTensor it would lose its term: functions with plain tensors, and outputs of modules,
         are tensors made of it.  Numbers of sharded parameters and gradients stay what they are.
         """
-        if not isinstance(result, Tensor) or result.dim() or not result.requires_grad:
+        if not isinstance(result, Tensor) or not is_sharded(result):
             return result
+        is_number = not result.dim() and result.requires_grad
         is_new = all(result is not value for value in args)
         divided = [x for x in args if isinstance(x, Tensor) and is_sharded(x)]
-        is_of_samples = is_sharded(result) and all(map(self._is_sample, divided))
-        return full_tensor(result) if is_new and is_of_samples else result
+        is_of_samples = is_number and is_new and all(map(self._is_sample, divided))
+        return full_tensor(result) if is_of_samples else result
 
     def _noted(
         self, name: str, result: Tensor, args: tuple[Any, ...], kwargs: dict[str, Any]
