@@ -88,6 +88,7 @@ class BatchRows:
         if name in _LOSSES or (name in _REDUCING and not result.dim()):  # not each leaves a term
             self._note_loss(result)
         if name in COLUMN_FUNCTIONS and columns(name, args, kwargs, rows):
+            self._note_loss(result)  # what comes of it is of all rows, as a loss is
             return
         for tensor in result if isinstance(result, tuple | list) else (result,):
             if isinstance(tensor, Tensor) and tensor.shape[:1] == (rows,):

@@ -153,8 +153,9 @@ class LossWatch(LinkedTerms):
         is_number = not result.dim() and result.requires_grad
         is_new = all(result is not value for value in args)
         divided = [x for x in args if isinstance(x, Tensor) and is_sharded(x)]
-        is_of_samples = is_number and is_new and all(map(self._is_sample, divided))
-        return full_tensor(result) if is_of_samples else result
+        # One number of these has been made plain; others are of weights, or have some in them.
+        are_samples = all(x.dim() and self._is_sample(x) for x in divided)
+        return full_tensor(result) if is_number and is_new and are_samples else result
 
     def _noted(
         self, name: str, result: Tensor, args: tuple[Any, ...], kwargs: dict[str, Any]
