@@ -197,7 +197,8 @@ def _no_case_of_parts(case: Case) -> str:
         return "one process has its own parts, too"
     if any("batch norm" in quirk for quirk in case.quirks):
         return "a loop of parts has the statistics of each"
-    if case.has("momentum copy", "buffer counter", "buffer average", "attribute counter"):
+    written = ("momentum copy", "buffer counter", "buffer average", "spectral norm")
+    if case.has(*written, "attribute counter"):
         return "a loop of parts changes what forward writes in each"
     is_alone = _data_ranks(CONFIGS[case.config][1]) == 1
     if is_alone and case.has(*_GRADIENT_HOOKS):
