@@ -10,7 +10,7 @@ from torch import nn
 from torch.nn import functional
 
 import msrun
-from msrun.errors import UsageError
+from msrun.errors import ModelError, UsageError
 
 pytestmark = pytest.mark.torch
 
@@ -403,3 +403,31 @@ def test_a_hook_after_each_part_of_a_plain_loop(zero):
     expected = "fc1.weight has a hook after accumulation, which ZeRO runs once for all parts"
     assert found[0].startswith(expected)
     assert found[1] == found[0]
+
+
+def penalized_by_weights(*, has_hook):
+    """Return what a step says whose loss takes a gradient by a weight."""
+    runtime = msrun.init()
+    network = runtime.shard(build("mlp"))
+    weight = network.fc3.weight
+    if has_hook:
+        weight.register_hook(lambda grad: grad.clamp(-0.01, 0.01))
+    update = runtime.optimizer(OPTIMIZERS["sgd"](network.parameters()))
+
+    def loss_fn(output, target):
+        loss = functional.cross_entropy(output, target)
+        (slope,) = torch.autograd.grad(loss, weight, create_graph=True)
+        return loss + slope.square().sum()
+
+    try:
+        runtime.step(network, update, loss_fn, *batches("mlp")[0])
+    except ModelError as error:
+        return error.message
+    return ""
+
+
+def test_a_gradient_that_a_loss_takes_by_a_weight_with_a_hook_is_refused():
+    (said,) = run_warm(functools.partial(penalized_by_weights, has_hook=True), 1)
+
+    assert said.startswith("a loss takes a gradient by fc3.weight, which has a gradient hook")
+    assert run_warm(functools.partial(penalized_by_weights, has_hook=False), 1) == [""]

@@ -10,6 +10,7 @@ from torch.distributed.tensor import DTensor, Replicate
 from torch.nn import functional
 
 import msrun
+from msrun.errors import ModelError
 
 pytestmark = pytest.mark.torch
 
@@ -130,3 +131,26 @@ def after_an_error():
 
 def test_a_loss_that_raises_leaves_those_after_it_as_they_are():
     assert run_warm(after_an_error, 2) == [pytest.approx(math.log(CLASSES))] * 2
+
+
+def differentiated_twice():
+    runtime = msrun.init({"mesh": {"tp": 2}, "plan": [{"match": "0", "style": "vocab"}]})
+    model = runtime.shard(torch.nn.Sequential(torch.nn.Linear(8, 8)))
+    update = runtime.optimizer(torch.optim.SGD(model.parameters(), lr=0.1))
+    x = torch.randn(4, 8, requires_grad=True)
+
+    def loss_fn(output, target):
+        loss = functional.cross_entropy(output, target, reduction="sum")
+        (slope,) = torch.autograd.grad(loss, output, create_graph=True)
+        return loss + slope.square().sum()
+
+    with pytest.raises(ModelError) as caught:
+        runtime.step(model, update, loss_fn, x, torch.arange(4))
+    return caught.value.message
+
+
+def test_a_loss_by_class_is_differentiated_once():
+    said = "the gradient of a cross entropy of logits that ranks share by class cannot be "
+
+    for found in run_warm(differentiated_twice, 2):
+        assert found.startswith(said)

@@ -1,5 +1,7 @@
 """Values that `param.data = tensor` would give a sharded parameter are refused by name."""
 
+from functools import partial
+
 import pytest
 import torch
 from ranks import run_warm
@@ -110,3 +112,27 @@ def changed(config):
 @pytest.mark.parametrize("config", CONFIGS)
 def test_data_that_stays_the_same_and_new_types_are_taken(config):
     assert all(run_warm(changed, 2, config))
+
+
+def normed(*, is_written):
+    """Return what the first step says after a write to what is yet in a weight's memory."""
+    rt = msrun.init({"optimizer": {"zero": 3}})
+    model = rt.shard(nn.Sequential(nn.utils.spectral_norm(nn.Linear(8, 8)), nn.Linear(8, 8)))
+    update = rt.optimizer(torch.optim.SGD(model.parameters(), lr=0.1))
+    if is_written:
+        with torch.no_grad():
+            model[0].weight.clamp_(-0.1, 0.1)
+    try:
+        step(rt, model, update, torch.randn(4, 8))
+    except msrun.ModelError as error:
+        return error.message
+    return ""
+
+
+@pytest.mark.filterwarnings("ignore:.*spectral_norm.* is deprecated:FutureWarning")
+def test_a_write_to_a_plain_tensor_in_the_memory_of_a_parameter_is_refused():
+    said = "0.weight was written before the first forward of its module: it was in the memory of "
+
+    for found in run_warm(partial(normed, is_written=True), 2):
+        assert found.startswith(f"{said}0.weight_orig")
+    assert run_warm(partial(normed, is_written=False), 2) == ["", ""]

@@ -20,7 +20,7 @@ def written_at_index(call: TorchCall) -> Outcome:
     given = call.mark(value) if isinstance(value, Tensor) else None
     statistic = next((mark.statistic for mark in (own, given) if mark and mark.statistic), "")
     if _is_choice(index):
-        return own
+        return own and Mark(own.dim, statistic)
     kept = _written_dims(index, target.dim())
     if kept is None:
         return None
