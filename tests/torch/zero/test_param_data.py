@@ -136,3 +136,34 @@ def test_a_write_to_a_plain_tensor_in_the_memory_of_a_parameter_is_refused():
     for found in run_warm(partial(normed, is_written=True), 2):
         assert found.startswith(f"{said}0.weight_orig")
     assert run_warm(partial(normed, is_written=False), 2) == ["", ""]
+
+
+class Scaled(nn.Module):
+    """Has a parameter of one element, of which only one rank has a shard."""
+
+    def __init__(self):
+        super().__init__()
+        self.scales = nn.ParameterDict({"a": torch.ones(16), "b": torch.full((1,), 0.5)})
+
+    def forward(self, x):
+        return x * self.scales["a"] * self.scales["b"]
+
+
+def penalized(config):
+    """Train with a penalty that is differentiated before the loss."""
+    rt = msrun.init(config)
+    model = rt.shard(Scaled())
+    update = rt.optimizer(torch.optim.SGD(model.parameters(), lr=0.1))
+    for _ in range(2):
+        update.zero_grad()
+        (0.1 * sum(param.square().sum() for param in model.parameters())).backward()
+        x = torch.linspace(-1, 1, 64).reshape(4, 16)
+        loss_of(model(x), x).backward()
+        update.step()
+    return torch.cat([full_tensor(param.detach()) for param in model.parameters()]).tolist()
+
+
+def test_a_penalty_on_a_parameter_of_one_element():
+    expected = run_warm(penalized, 1, {})[0]
+
+    assert run_warm(penalized, 2, {"optimizer": {"zero": 3}}) == 2 * [pytest.approx(expected)]
