@@ -114,6 +114,10 @@ class RowsWatch:
         elif not any(_is_shift(one, other) for one in sets for other in sets):
             self._note(results, RowsOrigin(_MIXED))
 
+    def is_part(self, value: Tensor) -> bool:
+        """Return whether `value` is computed from some rows and not from all."""
+        return self._noted(value) is not None
+
     def is_one(self, value: Tensor) -> bool:
         """Return whether `value` is computed from one row alone, and is no slice with this row."""
         origin = None if value.shape[:1] == (1,) else self._noted(value)

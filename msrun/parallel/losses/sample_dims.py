@@ -38,7 +38,7 @@ from msrun.parallel.losses.mixing import dims_of
 from msrun.parallel.losses.torch_calls import dim_order, over_samples
 from msrun.parallel.torch_compat import is_pointwise
 
-__all__ = ["PROPERTIES", "Known", "is_elementwise", "result_of"]
+__all__ = ["PROPERTIES", "Known", "has_rule", "is_elementwise", "result_of"]
 
 
 def result_of(call: TorchCall) -> Outcome:
@@ -453,6 +453,11 @@ def is_elementwise(name: str) -> bool:
     if name in _ELEMENTWISE or name in _RULES:
         return name in _ELEMENTWISE
     return is_pointwise(name)
+
+
+def has_rule(name: str) -> bool:
+    """Return whether it is known what a function does with samples."""
+    return name in _RULES or is_elementwise(name)
 
 
 # What attributes of tensors are, as functions.

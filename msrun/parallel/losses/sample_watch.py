@@ -37,6 +37,7 @@ from msrun.parallel.local import is_sharded
 from msrun.parallel.losses.batch import tensors_in
 from msrun.parallel.losses.calls.marks import Known, Mark, Mixture, Outcome, TorchCall
 from msrun.parallel.losses.calls.orders import ORDERING
+from msrun.parallel.losses.guesses import guess, marks_behind, marks_of_values
 from msrun.parallel.losses.notes import PASSING, source_of, watch_numbers
 from msrun.parallel.losses.pairs.input_pairs import (
     CUT_HINT,
@@ -45,7 +46,7 @@ from msrun.parallel.losses.pairs.input_pairs import (
     shown_input,
 )
 from msrun.parallel.losses.rows import RowsWatch, takes_by
-from msrun.parallel.losses.sample_dims import PROPERTIES
+from msrun.parallel.losses.sample_dims import PROPERTIES, has_rule
 from msrun.parallel.losses.torch_calls import KEEPING, name_of, script_line
 from msrun.parallel.torch_compat import local_tensor, passes_straight, write_count
 
@@ -53,6 +54,7 @@ from msrun.parallel.torch_compat import local_tensor, passes_straight, write_cou
 # of integers that every micro-batch gets whole, or what is computed from these.
 _MARK, _MIXTURE, _WHOLE = "msrun_samples", "msrun_mixture", "msrun_whole"
 _ORDER = "msrun_sample_order"  # of indices
+_BEHIND = "msrun_samples_behind"  # of a node: what is known of tensors that it comes from
 _watches, _orders = watch_numbers(), itertools.count(1)
 _HINT = (
     f"`{ROOT}: {{verify: first_step}}` compares the step with one process instead, and "
@@ -144,8 +146,17 @@ class SampleWatch(TorchFunctionMode):
         orders = {id(tensor): order for tensor in given if (order := self._order(tensor))}
         for tensor in results:
             call = TorchCall(name, args, kwargs, tensor, marks, self.samples, orders=orders)
-            self._note(tensor, outcome_of(call), mixture)
+            outcome = self._outcome(call)
+            if outcome is None and is_written:
+                vars(tensor).pop(_MARK, None)  # it has other values
+            self._note(tensor, outcome, mixture)
         return result
+
+    def _outcome(self, call: TorchCall) -> Outcome:
+        outcome = outcome_of(call)
+        if outcome is None and not has_rule(call.name) and self._may_be_guessed(call.result):
+            return guess(call.result, marks_of_values(call), self.samples)
+        return outcome
 
     def _follow(
         self,
@@ -253,15 +264,49 @@ class SampleWatch(TorchFunctionMode):
             return None
         noted = getattr(tensor, _MARK, None)
         if noted is not None:
-            is_current = noted[:2] == (self._number, write_count(tensor))
-            return Mark(*noted[2:]) if is_current else None
+            number, count, *known = noted
+            if number != self._number:
+                return None
+            # A view of it may have been written, which moves no samples.
+            is_guess = count != write_count(tensor)
+            return Mark(*known)._replace(is_guess=True) if is_guess else Mark(*known)
         number, _, *known = _carried(tensor) or (None, 0)
         if number != self._number:
-            return None
+            return self._guessed(tensor)
         mark = Mark(*known)
         # Of an image or a DTensor, a part may have some of the samples.
         is_whole = mark.dim is None or tensor.shape[mark.dim : mark.dim + 1] == (self.samples,)
         return mark if is_whole else None
+
+    def _guessed(self, tensor: Tensor) -> Mark | None:
+        """Return what the graph of a tensor says that no function of torch returned, if any."""
+        if tensor.grad_fn is None or not self._may_be_guessed(tensor):
+            return None
+        marks = marks_behind(tensor, self._known_of_node)
+        _metadata(tensor.grad_fn)[_BEHIND, tensor.output_nr] = self._number, marks
+        if any(mark.order for mark in marks):
+            return None  # they may have been put back
+        outcome = guess(tensor, marks, self.samples)
+        self._note(tensor, outcome, None)
+        if isinstance(outcome, Mixture):
+            self._leave(tensor, Mark(None))
+        return outcome if isinstance(outcome, Mark) else None
+
+    def _may_be_guessed(self, tensor: Tensor) -> bool:
+        if tensor.is_nested or not tensor.dim() or self._rows.is_part(tensor):
+            return False
+        return tensor.is_floating_point() or tensor.is_complex()
+
+    def _known_of_node(self, node: Any, output: int) -> list[Mark] | None:
+        """Return what is known of an output of a node of autograd, or of what it comes from."""
+        metadata = _metadata(node)
+        noted = metadata.get((_MARK, output))
+        if noted is None and (leaf := getattr(node, "variable", None)) is not None:
+            noted = None if isinstance(leaf, Parameter) else getattr(leaf, _MARK, None)
+        if noted and noted[0] == self._number:
+            return [Mark(*noted[2:])]
+        number, marks = metadata.get((_BEHIND, output), (None, None))
+        return marks if number == self._number else None
 
     def _mixture(self, tensor: Tensor) -> Mixture | None:
         number, *noted = getattr(tensor, _MIXTURE, (None,))
@@ -292,6 +337,13 @@ class SampleWatch(TorchFunctionMode):
             return  # of another form than those that were looked at
         for tensor, (mark, mixture) in zip(outputs, known, strict=True):
             self._note(tensor, mark, mixture)
+
+    def copy_notes(self, tensor: Tensor, copied: Tensor) -> None:
+        """Note of `copied`, which has other values, what is known of `tensor`."""
+        self.seed([copied], self.known([tensor]))
+        for note in (_WHOLE, _ORDER):
+            if hasattr(tensor, note) and not copied.is_inference():
+                setattr(copied, note, getattr(tensor, note))
 
     def read(self, loss: Tensor, *, is_cut: bool, is_known: bool = False) -> ModelError | None:
         """Return why `loss` has no counterpart in the whole batch; or warn that it may have none.

@@ -14,7 +14,7 @@ from typing import Any, NoReturn
 
 import torch
 from torch import Tensor, fx, nn
-from torch.autograd.graph import saved_tensors_hooks
+from torch.autograd.graph import increment_version, saved_tensors_hooks
 from torch.func import functional_call
 from torch.nn import Parameter
 
@@ -31,7 +31,13 @@ from msrun.parallel.pipeline.record.recorder import ForwardRecorder, where
 from msrun.parallel.pipeline.record.structure import leaves, map_structure
 from msrun.parallel.pipeline.record.watch import WatchedValues
 from msrun.parallel.pipeline.trace import Memory, Trace, bound, program_of
-from msrun.parallel.torch_compat import fake_mode, fake_tensors, is_fake, with_values
+from msrun.parallel.torch_compat import (
+    fake_mode,
+    fake_tensors,
+    is_fake,
+    with_values,
+    write_count,
+)
 
 META = torch.device("meta")
 
@@ -58,6 +64,7 @@ class Skeleton:
         self._fake = fake_mode()
         self.device = device
         self._recorder: ForwardRecorder | None = None
+        self._samples: SampleWatch | None = None
         with fake_tensors(self._fake):
             memo: dict[int, Any] = {id(p): self._parameter(p) for p in model.parameters()}
             memo |= {id(b): self._without_values(b) for b in model.buffers()}
@@ -126,6 +133,7 @@ class Skeleton:
             self._recorder = recorder
             states = PythonRandom()
             watch = None if samples is None else self._watch(args, named, samples, inputs)
+            self._samples = watch
             first: AbstractContextManager[None] = nullcontext()
             if watch:
                 first = refusing_sequences_first(self._copy, watch)
@@ -141,7 +149,7 @@ class Skeleton:
             except Exception as error:  # noqa: BLE001 - the model's own code may raise anything
                 raise recorder.refusal or self._refusal(error) from None
             finally:
-                self._recorder = None
+                self._recorder = self._samples = None
         return Trace(
             recorder.graph,
             (),
@@ -287,19 +295,45 @@ class Skeleton:
                     ).requires_grad_(tensor.requires_grad)
                     for key, tensor in (*unit.named_parameters(), *unit.named_buffers())
                 }
-                inputs = map_structure(_zeros, (list(args), dict(kwargs)), Tensor)
+                inputs = map_structure(self._zeros, (list(args), dict(kwargs)), Tensor)
+                given = [
+                    (tensor, copied, write_count(copied))
+                    for tensor, copied in zip(leaves((args, kwargs)), leaves(inputs), strict=True)
+                ]
                 value = functional_call(unit, weights, tuple(inputs[0]), inputs[1])
         except Exception:  # noqa: BLE001 - the model's own code may raise anything
             raise error from None
         finally:
             self._recorder = recorder
-        return map_structure(self._result, value, Tensor)
+        for tensor, copied, count in given:
+            if write_count(copied) != count:
+                increment_version(tensor)
+            self._copy_notes(copied, tensor)
+        returned = {id(copied): tensor for tensor, copied, _ in given}
+        return map_structure(
+            lambda x: returned[id(x)] if id(x) in returned else self._result(x), value, Tensor
+        )
 
     def _result(self, tensor: Tensor) -> Tensor:
         result = torch.empty_strided(
             tensor.shape, tensor.stride(), dtype=tensor.dtype, device=tensor.device
         )
-        return result.requires_grad_().clone() if tensor.requires_grad else result
+        return self._like_known(result, tensor)
+
+    def _zeros(self, tensor: Tensor) -> Tensor:
+        zeros = torch.zeros(tensor.shape, dtype=tensor.dtype, device=tensor.device)
+        return self._like_known(zeros, tensor)
+
+    def _like_known(self, copied: Tensor, tensor: Tensor) -> Tensor:
+        if tensor.requires_grad:
+            copied = copied.requires_grad_()
+            copied = copied if tensor.is_leaf else copied.clone()  # which may be written in place
+        self._copy_notes(tensor, copied)
+        return copied
+
+    def _copy_notes(self, tensor: Tensor, copied: Tensor) -> None:
+        if self._samples:
+            self._samples.copy_notes(tensor, copied)
 
     def _parameter(self, param: Parameter) -> Parameter:
         return Parameter(_like(param, self.device), requires_grad=param.requires_grad)
@@ -348,9 +382,3 @@ def _named_tensors(model: nn.Module) -> Iterator[tuple[int, str]]:
                 yield id(value), f"{prefix}.{name}".lstrip(".")
     for name, tensor in (*model.named_parameters(), *model.named_buffers()):
         yield id(tensor), name
-
-
-def _zeros(tensor: Tensor) -> Tensor:
-    return torch.zeros(tensor.shape, dtype=tensor.dtype, device=tensor.device).requires_grad_(
-        tensor.requires_grad
-    )

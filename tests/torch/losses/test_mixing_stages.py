@@ -160,6 +160,33 @@ def own_loss(config, model):
     return outcome(config, model, has_loss=False)
 
 
+def clipped(x):
+    x = x.clone()
+    x[x < 0] = 0.1
+    return x
+
+
+def clipped_in_place(x):
+    x[(x < 0).nonzero(as_tuple=True)] = 0.1  # which cannot be run without values
+    return x
+
+
+class Spread(Blocks):
+    """Its loss has the spread over samples behind blocks."""
+
+    def forward(self, x, target):
+        output = self.blocks(x)
+        return functional.cross_entropy(output, target) + output.var(0).mean()
+
+
+@pytest.mark.parametrize("between", [clipped, clipped_in_place])
+def test_samples_are_known_behind_a_module_whose_flow_follows_values(between):
+    for said, is_same in run_warm(own_loss, 2, STAGES, Spread(between)):
+        assert said[0].startswith("the loss depends on a var over samples (")
+        assert is_same
+    assert run_warm(own_loss, 2, STAGES, Blocks(between)) == [([], False)] * 2
+
+
 def spread(output):
     return output.var(0).mean()
 

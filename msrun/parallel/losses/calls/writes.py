@@ -21,11 +21,11 @@ def written_at_index(call: TorchCall) -> Outcome:
     statistic = next((mark.statistic for mark in (own, given) if mark and mark.statistic), "")
     if _is_choice(index):
         return own and Mark(own.dim, statistic)
+    if given is None or given.dim is None:
+        return own and Mark(own.dim, statistic)
     kept = _written_dims(index, target.dim())
     if kept is None:
         return None
-    if given is None or given.dim is None:
-        return own and Mark(own.dim, statistic)
     place = given.dim + len(kept) - value.dim()
     if not 0 <= place < len(kept):
         return None
