@@ -254,6 +254,41 @@ class Scripted(Block):
         return result
 
 
+class Recurrent(Block):
+    """Has a recurrent layer over four positions."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.steps = nn.GRU(4, 4, batch_first=True)
+
+    def between(self, h: Tensor) -> Tensor:
+        """Run it."""
+        found, last = self.steps(h.unflatten(-1, (4, 4)))
+        return (found + last.movedim(0, 1)).flatten(1)
+
+
+class Places(Block):
+    """Takes and puts values of each sample at places."""
+
+    def between(self, h: Tensor) -> Tensor:
+        """Return them at other places, some twice and some filled."""
+        places = torch.arange(16).flip(0)
+        found = h.index_select(1, places).index_fill(1, places[:2], 0.5)
+        found = found.slice_scatter(h[:, :4], 1, 4, 8).index_add(1, places[2:4], h[:, 8:10])
+        highest = h.topk(2, dim=1)
+        return found.scatter_add(1, highest.indices, highest.values.tanh())
+
+
+class Windows(Block):
+    """Smooths values of each sample over windows."""
+
+    def between(self, h: Tensor) -> Tensor:
+        """Return means of windows, as many as there were values."""
+        padded = functional.pad(h[:, None], (1, 1), mode="replicate")
+        smooth = functional.interpolate(padded.unfold(-1, 3, 1).mean(-1), size=16, mode="linear")
+        return smooth[:, 0]
+
+
 def _gelu(x: Tensor) -> Tensor:
     return x * 0.5 * (1.0 + torch.tanh(0.79788456 * x * (1 + 0.044715 * x * x)))
 
@@ -317,6 +352,9 @@ BLOCKS: dict[str, type[nn.Module]] = {
     "ordered": Ordered,
     "einsum": Einsum,
     "scripted": Scripted,
+    "recurrent": Recurrent,
+    "places": Places,
+    "windows": Windows,
     "plain functional": PlainFunctional,
     "pair": ReturnsPair,
 }

@@ -180,8 +180,6 @@ def _no_case_of_layout(case: Case) -> str:
     is_halved = case.loop.forwards > 1 and case.has(*_SUMS)
     if is_halved and SAMPLES // _data_ranks(config) == case.loop.forwards:
         return "a part of a sum is a mean where a rank has as many samples"
-    if case.has("scripted") and case.has("no residuals") and case.has_own_loss:
-        return "the watch of samples sees no TorchScript, and nothing passes by it"
     is_later = any(quirk.endswith("later") for quirk in case.quirks)
     if is_later and case.has("second names") and "pipeline" in config:
         return "a stage may have a parameter by its second name alone"

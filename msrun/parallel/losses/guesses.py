@@ -19,6 +19,10 @@ from msrun.parallel.losses.calls.marks import Mark, Mixture, Outcome, TorchCall
 from msrun.parallel.losses.torch_calls import of_values, tensors_of
 from msrun.parallel.torch_compat import passes_straight
 
+# They put values of samples that were chosen by a mask or indices to where these samples are.
+PUTTING_BACK = frozenset(["__setitem__", "index_add", "index_copy", "index_put", "index_reduce"])
+PUTTING_BACK |= {"masked_scatter", "scatter", "scatter_add", "scatter_reduce"}
+
 
 def guess(result: Tensor, marks: Iterable[Mark], samples: int) -> Outcome:
     """Return what may be known of `result`, which was computed from tensors with `marks`.

@@ -12,12 +12,13 @@ samples, alone or together with dims behind it: (samples, tokens) flattened has 
   follow from them.
 - None: not known.
 
-So what this file does not know is not noticed, and nothing is noticed by chance: dims follow from
-the functions, never from sizes that are equal.  Maxima of integers are not noticed, since they
-crop padding, nor are maxima that are subtracted.  Samples in another order are right until they
-meet those in the first one, or a part of them is taken; `pairs.orders` knows.  Pairs of samples are
-the business of `mixing`, as a model may have all and use those of a sample with itself, and pairs
-of rows of different inputs that of `pairs.input_pairs`.
+So dims follow from the functions, never from sizes that are equal.  Only of functions without a
+rule, and of what was computed where nobody sees it, `guesses` says where samples may be.  Maxima of
+integers are not noticed, since they crop padding, nor are maxima that are subtracted.  Samples in
+another order are right until they meet those in the first one, or a part of them is taken;
+`pairs.orders` knows.  Pairs of samples are the business of `mixing`, as a model may have all and
+use those of a sample with itself, and pairs of rows of different inputs that of
+`pairs.input_pairs`.
 """
 
 from __future__ import annotations

@@ -37,10 +37,16 @@ from msrun.parallel.local import is_sharded
 from msrun.parallel.losses.batch import tensors_in
 from msrun.parallel.losses.calls.marks import Known, Mark, Mixture, Outcome, TorchCall
 from msrun.parallel.losses.calls.orders import ORDERING
-from msrun.parallel.losses.guesses import guess, marks_behind, marks_of_values
+from msrun.parallel.losses.guesses import (
+    PUTTING_BACK,
+    guess,
+    marks_behind,
+    marks_of_values,
+)
 from msrun.parallel.losses.notes import PASSING, source_of, watch_numbers
 from msrun.parallel.losses.pairs.input_pairs import (
     CUT_HINT,
+    chooses_samples,
     failure_of,
     outcome_of,
     shown_input,
@@ -154,9 +160,16 @@ class SampleWatch(TorchFunctionMode):
 
     def _outcome(self, call: TorchCall) -> Outcome:
         outcome = outcome_of(call)
-        if outcome is None and not has_rule(call.name) and self._may_be_guessed(call.result):
-            return guess(call.result, marks_of_values(call), self.samples)
-        return outcome
+        if outcome is not None:
+            return outcome
+        if chooses_samples(call):
+            return Mark(None)
+        if not self._may_be_guessed(call.result):
+            return None
+        if call.name in PUTTING_BACK and call.result.grad_fn:
+            return guess(call.result, marks_behind(call.result, self._of_node), self.samples)
+        is_unknown = not has_rule(call.name)
+        return guess(call.result, marks_of_values(call), self.samples) if is_unknown else None
 
     def _follow(
         self,
@@ -284,8 +297,6 @@ class SampleWatch(TorchFunctionMode):
             return None
         marks = marks_behind(tensor, self._known_of_node)
         _metadata(tensor.grad_fn)[_BEHIND, tensor.output_nr] = self._number, marks
-        if any(mark.order for mark in marks):
-            return None  # they may have been put back
         outcome = guess(tensor, marks, self.samples)
         self._note(tensor, outcome, None)
         if isinstance(outcome, Mixture):
@@ -296,6 +307,11 @@ class SampleWatch(TorchFunctionMode):
         if tensor.is_nested or not tensor.dim() or self._rows.is_part(tensor):
             return False
         return tensor.is_floating_point() or tensor.is_complex()
+
+    def _of_node(self, node: Any, output: int) -> list[Mark] | None:
+        """Return what is known of an output of a node; None of samples that were chosen."""
+        found = self._known_of_node(node, output) or []
+        return [mark for mark in found if mark.dim is not None or mark.statistic] or None
 
     def _known_of_node(self, node: Any, output: int) -> list[Mark] | None:
         """Return what is known of an output of a node of autograd, or of what it comes from."""

@@ -67,6 +67,16 @@ def shown_input(name: str, x: Tensor) -> str:
     return f"`{name}` {list(x.shape)}"
 
 
+def chooses_samples(call: TorchCall) -> bool:
+    """Return whether indices or a mask choose among samples, so that no dim has all of them."""
+    if call.name in ("masked_select", "take"):
+        return call.mark(call.x) is not None
+    source, dim, indices = _indexed(call)
+    mark = call.mark(source)
+    is_along = mark is not None and mark.dim is not None and mark.dim == dim
+    return is_along and isinstance(indices, Tensor | list)
+
+
 def failure_of(call: TorchCall, parts: int) -> str:
     """Return of which inputs a function got a part, and raised; empty if they are not the cause.
 
