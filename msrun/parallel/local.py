@@ -25,6 +25,11 @@ def is_sharded(tensor: Tensor) -> TypeGuard[DTensor]:
     return module is not None and isinstance(tensor, module.DTensor)
 
 
+def takes_gradients(tensor: Tensor) -> bool:
+    """Return whether a tensor of this type may have a gradient."""
+    return tensor.is_floating_point() or tensor.is_complex()
+
+
 def has_memory(tensor: Tensor) -> bool:
     """Return whether a plain tensor has an element for each index, and is not one in its shape."""
     return tensor.numel() <= 1 or any(tensor.stride())
@@ -76,7 +81,7 @@ def on_accumulation(param: Parameter, call: Callable[[Tensor], None]) -> None:
 
     torch takes such a hook for trained parameters alone, and keeps it while they are frozen.
     """
-    if not (param.is_floating_point() or param.is_complex()):
+    if not takes_gradients(param):
         return
     is_trained = param.requires_grad
     param.requires_grad = True

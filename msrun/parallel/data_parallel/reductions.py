@@ -25,6 +25,7 @@ from msrun.parallel.config import DATA_AXIS, ParallelConfig
 from msrun.parallel.data_parallel import sparse_embedding
 from msrun.parallel.data_parallel.reducer import GradientReducer, fill_buckets
 from msrun.parallel.layout import EXPERT_COPIES
+from msrun.parallel.local import takes_gradients
 from msrun.parallel.notation.mesh_layout import MeshLayout
 from msrun.parallel.rank_context import RankContext
 from msrun.parallel.tensor.plan import ModulePlan
@@ -170,7 +171,7 @@ def find(
     params = [
         (name, param)
         for name, param in model.named_parameters()
-        if (param.is_floating_point() or param.is_complex()) and name not in excluded
+        if takes_gradients(param) and name not in excluded
     ]
     found: list[Reduction] = []
     if zero is not None:

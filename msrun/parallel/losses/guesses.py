@@ -10,39 +10,43 @@ and the sentence names `verify`; without a guess a model that mixes samples trai
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Callable, Sequence
 from typing import Any
 
 from torch import Tensor
 
 from msrun.parallel.losses.calls.marks import Mark, Mixture, Outcome, TorchCall
 from msrun.parallel.losses.torch_calls import of_values, tensors_of
-from msrun.parallel.torch_compat import passes_straight
+from msrun.parallel.torch_compat import function_of, passes_straight
 
+# Their result has values of their first argument in another form, or some of them.
+_MOVING = frozenset(["repeat", "tile", "repeat_interleave"])
+_MOVING |= {"index_select", "gather", "take_along_dim", "unfold", "ravel", "rot90", "diag_embed"}
+_MOVING |= {"hstack", "vstack", "dstack", "column_stack", "row_stack"}
 # They put values of samples that were chosen by a mask or indices to where these samples are.
 PUTTING_BACK = frozenset(["__setitem__", "index_add", "index_copy", "index_put", "index_reduce"])
 PUTTING_BACK |= {"masked_scatter", "scatter", "scatter_add", "scatter_reduce"}
 
 
-def guess(result: Tensor, marks: Iterable[Mark], samples: int) -> Outcome:
+def guess(result: Tensor, marks: Sequence[Mark], samples: int, name: str = "") -> Outcome:
     """Return what may be known of `result`, which was computed from tensors with `marks`.
 
     Args:
         result: Of a function that is not known.
         marks: Of what it got.
         samples: In this part of the batch.
+        name: Of the function, if it was seen.
     """
-    marks = list(marks)
     statistic = next((mark.statistic for mark in marks if mark.statistic), "")
-    if statistic and result.dim():
+    if statistic and name not in _MOVING:
         return Mixture(statistic)  # the function may well not be linear
     dim = _dim_of(result.shape, {mark.dim for mark in marks if mark.dim is not None}, samples)
     if dim is None:
-        return None
+        return Mark(None, statistic) if statistic else None
     orders = {mark.order for mark in marks if mark.dim is not None}
     names = dict.fromkeys(name for mark in marks for name in mark.inputs)
     order = orders.pop() if len(orders) == 1 else 0
-    return Mark(dim, inputs=(*names,), is_guess=True, order=order)
+    return Mark(dim, statistic, inputs=(*names,), is_guess=True, order=order)
 
 
 def _dim_of(shape: Sequence[int], before: set[int], samples: int) -> int | None:
@@ -63,22 +67,35 @@ def marks_of_values(call: TorchCall) -> list[Mark]:
 def marks_behind(tensor: Tensor, known: Callable[[Any, int], list[Mark] | None]) -> list[Mark]:
     """Return what is known of the tensors that `tensor` was computed from, each way the first.
 
+    A statistic that went through a collective is that of all ranks.
+
     Args:
         tensor: With a graph.
         known: Returns what is known of an output of a node of autograd.
     """
     found: list[Mark] = []
-    seen: set[tuple[Any, int]] = set()
-    waiting: list[tuple[Any, int]] = [(tensor.grad_fn, tensor.output_nr)]
+    seen: set[tuple[Any, int, bool]] = set()
+    waiting: list[tuple[Any, int, bool]] = [(tensor.grad_fn, tensor.output_nr, False)]
     while waiting:
-        step, output = waiting.pop()
-        node = (step, output if passes_straight(step) else 0) if step is not None else None
-        if node is None or node in seen:
+        step, output, is_of_ranks = waiting.pop()
+        if step is None:
             continue
         if (marks := known(step, output)) is not None:
-            found += marks
+            found += [mark._replace(statistic="") if is_of_ranks else mark for mark in marks]
+            continue
+        is_straight = passes_straight(step)
+        node = (step, output if is_straight else 0, is_of_ranks)
+        if node in seen:
             continue
         seen.add(node)
-        given = list(step.next_functions)
-        waiting += given[output : output + 1] if passes_straight(step) else given
+        is_of_ranks = is_of_ranks or _is_of_ranks(step)
+        given = step.next_functions[output : output + 1] if is_straight else step.next_functions
+        waiting += [(*each, is_of_ranks) for each in given]
     return found
+
+
+def _is_of_ranks(step: Any) -> bool:
+    """Return whether a node of autograd is of a function of ours or a collective."""
+    kind = function_of(step)
+    is_own = kind is not None and kind.__module__.startswith(("msrun.", "torch.distributed."))
+    return is_own or "c10d" in step.name()

@@ -31,6 +31,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from msrun.parallel.local import takes_gradients
 from msrun.parallel.losses.calls.contractions import CONTRACTIONS, contraction
 from msrun.parallel.losses.calls.extremes import along, extreme, of_extremes
 from msrun.parallel.losses.calls.marks import Known, Mark, Mixture, Outcome, Rule, TorchCall
@@ -79,8 +80,7 @@ def _elementwise(call: TorchCall, *, is_linear: bool) -> Outcome:
 
 def _of_elements(call: TorchCall) -> Outcome:
     """A function of each element that torch alone knows."""
-    is_number = call.result.is_floating_point() or call.result.is_complex()
-    return _elementwise(call, is_linear=False) if is_number else None
+    return _elementwise(call, is_linear=False) if takes_gradients(call.result) else None
 
 
 def _product(call: TorchCall) -> Outcome:
@@ -434,7 +434,10 @@ def _rules() -> dict[str, Rule]:
     add(_loss, "binary_cross_entropy binary_cross_entropy_with_logits gaussian_nll_loss")
     add(_chosen, "diagonal triu tril trace diag")
     add(_viewed, "view reshape flatten unflatten view_as reshape_as")
-    add(_permuted, "permute transpose swapaxes t T mT")
+    add(
+        _permuted,
+        "permute transpose swapaxes swapdims t T mT H mH numpy_T adjoint movedim moveaxis",
+    )
     add(_expanded, "expand expand_as broadcast_to")
     add(_joined, "cat concat concatenate stack")
     add(_split, "chunk split tensor_split narrow")
@@ -463,5 +466,5 @@ def has_rule(name: str) -> bool:
 
 # What attributes of tensors are, as functions.
 PROPERTIES: Mapping[Any, str] = {
-    getattr(torch.Tensor, name).__get__: name for name in ("T", "mT", "real", "imag")
+    getattr(torch.Tensor, name).__get__: name for name in ("T", "mT", "H", "mH", "real", "imag")
 }

@@ -33,7 +33,7 @@ from torch.overrides import TorchFunctionMode
 
 from msrun.errors import ModelError
 from msrun.parallel.config import ROOT
-from msrun.parallel.local import is_sharded
+from msrun.parallel.local import is_sharded, takes_gradients
 from msrun.parallel.losses.batch import tensors_in
 from msrun.parallel.losses.calls.marks import Known, Mark, Mixture, Outcome, TorchCall
 from msrun.parallel.losses.calls.orders import ORDERING
@@ -60,7 +60,9 @@ from msrun.parallel.torch_compat import local_tensor, passes_straight, write_cou
 # of integers that every micro-batch gets whole, or what is computed from these.
 _MARK, _MIXTURE, _WHOLE = "msrun_samples", "msrun_mixture", "msrun_whole"
 _ORDER = "msrun_sample_order"  # of indices
-_BEHIND = "msrun_samples_behind"  # of a node: what is known of tensors that it comes from
+# Of a node: the call was seen, and no rule said more; what is known of tensors that it comes from.
+_SEEN = "msrun_seen"
+_BEHIND = "msrun_samples_behind"
 _watches, _orders = watch_numbers(), itertools.count(1)
 _HINT = (
     f"`{ROOT}: {{verify: first_step}}` compares the step with one process instead, and "
@@ -153,8 +155,8 @@ class SampleWatch(TorchFunctionMode):
         for tensor in results:
             call = TorchCall(name, args, kwargs, tensor, marks, self.samples, orders=orders)
             outcome = self._outcome(call)
-            if outcome is None and is_written:
-                vars(tensor).pop(_MARK, None)  # it has other values
+            if outcome is None:
+                self._leave_unknown(tensor, is_written=bool(is_written))
             self._note(tensor, outcome, mixture)
         return result
 
@@ -168,8 +170,9 @@ class SampleWatch(TorchFunctionMode):
             return None
         if call.name in PUTTING_BACK and call.result.grad_fn:
             return guess(call.result, marks_behind(call.result, self._of_node), self.samples)
-        is_unknown = not has_rule(call.name)
-        return guess(call.result, marks_of_values(call), self.samples) if is_unknown else None
+        if has_rule(call.name):
+            return None
+        return guess(call.result, marks_of_values(call), self.samples, call.name)
 
     def _follow(
         self,
@@ -253,6 +256,12 @@ class SampleWatch(TorchFunctionMode):
         elif is_sharded(tensor):  # which goes on in tensors that no node leads back from
             setattr(local_tensor(tensor), _MARK, noted)
 
+    def _leave_unknown(self, tensor: Tensor, *, is_written: bool) -> None:
+        if is_written:
+            vars(tensor).pop(_MARK, None)  # it has other values
+        if tensor.grad_fn:
+            _metadata(tensor.grad_fn)[_SEEN, tensor.output_nr] = self._number
+
     def _leave_order(self, result: Any, given: Sequence[Tensor]) -> None:
         """Note that indices are an order of their own, or that of the indices they are."""
         order = next(filter(None, map(self._order, given)), 0) or next(_orders)
@@ -266,7 +275,7 @@ class SampleWatch(TorchFunctionMode):
 
     def _leave_whole(self, tensors: Iterable[Tensor]) -> None:
         for tensor in tensors:
-            if not (tensor.is_inference() or tensor.is_floating_point() or tensor.is_complex()):
+            if not (tensor.is_inference() or takes_gradients(tensor)):
                 setattr(tensor, _WHOLE, self._number)
 
     def _is_whole(self, tensor: Tensor) -> bool:
@@ -296,7 +305,10 @@ class SampleWatch(TorchFunctionMode):
         if tensor.grad_fn is None or not self._may_be_guessed(tensor):
             return None
         marks = marks_behind(tensor, self._known_of_node)
-        _metadata(tensor.grad_fn)[_BEHIND, tensor.output_nr] = self._number, marks
+        metadata, place = _metadata(tensor.grad_fn), tensor.output_nr
+        if metadata.get((_SEEN, place)) == self._number:  # by a rule that knows linear functions
+            marks = [mark._replace(statistic="") for mark in marks]
+        metadata[_BEHIND, place] = self._number, marks
         outcome = guess(tensor, marks, self.samples)
         self._note(tensor, outcome, None)
         if isinstance(outcome, Mixture):
@@ -306,7 +318,7 @@ class SampleWatch(TorchFunctionMode):
     def _may_be_guessed(self, tensor: Tensor) -> bool:
         if tensor.is_nested or not tensor.dim() or self._rows.is_part(tensor):
             return False
-        return tensor.is_floating_point() or tensor.is_complex()
+        return takes_gradients(tensor)
 
     def _of_node(self, node: Any, output: int) -> list[Mark] | None:
         """Return what is known of an output of a node; None of samples that were chosen."""

@@ -112,14 +112,29 @@ def dim_order(name: str, count: int, args: Sequence[Any], kwargs: Mapping[str, A
         given = kwargs.get("dims", args[1:])
         given = given[0] if len(given) == 1 and isinstance(given[0], tuple | list) else given
         return [dim % count for dim in given]
-    if name in ("T", "t"):
+    if name in ("T", "t", "H", "numpy_T"):
         return order[::-1]
-    if name == "mT":
+    if name in ("movedim", "moveaxis"):
+        return _moved(order, *args[1:], *kwargs.values())
+    if name in ("mT", "mH", "adjoint"):
         first, second = -1, -2
     else:  # names are dim0 and dim1, or axis0 and axis1, and their order says nothing
         first, second = (*args[1:], *kwargs.values())
     order[first], order[second] = order[second], order[first]
     return order
+
+
+def _moved(order: list[int], source: Any, destination: Any) -> list[int]:
+    """Return `order` with the dims `source` at the places `destination`."""
+    count = len(order)
+    pairs = (
+        [(source, destination)]
+        if isinstance(source, int)
+        else zip(source, destination, strict=True)
+    )
+    places = {after % count: before % count for before, after in pairs}
+    rest = iter(dim for dim in order if dim not in places.values())
+    return [places[at] if at in places else next(rest) for at in order]
 
 
 def note_zero(name: str, result: Tensor, args: Sequence[Any]) -> None:

@@ -20,6 +20,7 @@ from torch import Tensor, fx
 from torch.fx.node import map_arg
 
 from msrun.parallel.auto.tracing.modes import mode_of
+from msrun.parallel.local import takes_gradients
 from msrun.parallel.search.graph.random_ops import DROPS
 
 _ATEN = torch.ops.aten
@@ -135,7 +136,7 @@ def _differentiable(graph: fx.Graph, trained: Collection[fx.Node]) -> set[fx.Nod
         if packet_of(node) in _DETACHES or mode_of(node).is_grad_enabled is False:
             continue
         value = node.meta.get("val")
-        is_float = not isinstance(value, Tensor) or value.is_floating_point()
+        is_float = not isinstance(value, Tensor) or takes_gradients(value)
         if is_float and not found.isdisjoint(node.all_input_nodes):
             found.add(node)
     return found

@@ -14,7 +14,9 @@ from typing import Any
 
 from torch import Tensor, fx
 
+from msrun.parallel.local import takes_gradients
 from msrun.parallel.losses.calls.marks import Known, Mark, Mixture, Outcome, TorchCall
+from msrun.parallel.losses.guesses import guess, marks_of_values
 from msrun.parallel.losses.pairs.input_pairs import outcome_of
 from msrun.parallel.losses.sample_dims import result_of
 
@@ -34,6 +36,8 @@ _LINEAR = ("add", "sub", "mul", "div")
 # What takes or moves indices of one dim, the second argument, which is the first dim unless given.
 _TAKING = frozenset(["slice", "select", "narrow", "unbind", "index_select", "gather", "index"])
 _TAKING |= {"chunk", "split", "split_with_sizes", "tensor_split", "cat", "stack", "flip", "roll"}
+# Their result has some samples, and no dim with all of them.
+_CHOOSING = frozenset(["index", "masked_select", "take", "select", "unbind"])
 # A step, and which of its results.
 _Key = tuple[str, int]
 
@@ -130,8 +134,10 @@ def _follow(node: fx.Node, found: dict[_Key, Known], samples: int) -> None:
             continue
         call = TorchCall(_name(node), args, kwargs, result, marks, samples, place=_place(node))
         outcome = outcome_of(call, _result) if marks else None
+        if outcome is None and _may_be_guessed(call):
+            outcome = guess(result, marks_of_values(call), samples, call.name)
         own = outcome if isinstance(outcome, Mixture) else None
-        reached = (mixture or own) if result.is_floating_point() else None
+        reached = (mixture or own) if takes_gradients(result) else None
         known = Known(outcome if isinstance(outcome, Mark) else None, reached)
         if known != Known():
             found[node.name, index] = known
@@ -140,6 +146,11 @@ def _follow(node: fx.Node, found: dict[_Key, Known], samples: int) -> None:
 def _result(call: TorchCall) -> Outcome:
     rule = _RULES.get(call.name)
     return rule(call) if rule else result_of(call)
+
+
+def _may_be_guessed(call: TorchCall) -> bool:
+    is_chosen = call.name in _CHOOSING
+    return takes_gradients(call.result) and call.result.dim() > 0 and not is_chosen
 
 
 def _name(node: fx.Node) -> str:

@@ -20,6 +20,7 @@ from msrun.parallel.auto.tracing.modes import StepMode, mode_of
 from msrun.parallel.auto.tracing.plain_values import Change, PlainValues, without_draws
 from msrun.parallel.auto.tracing.sample_marks import are_means, known_values
 from msrun.parallel.auto.tracing.structure import leaf_tensors, mapped, with_tensors
+from msrun.parallel.local import takes_gradients
 from msrun.parallel.pipeline.record.recorder import where
 from msrun.parallel.search.graph.operators import rules_of_steps
 from msrun.parallel.search.graph.program import Program, Step, Value
@@ -266,7 +267,7 @@ class Traced:
             self._values[name] = Value(
                 tuple(int(size) for size in value.shape),
                 value.element_size(),
-                value.is_floating_point(),
+                takes_gradients(value),
             )
 
     def _add_step(self, node: fx.Node) -> None:

@@ -176,3 +176,24 @@ def test_shuffled_samples_that_are_put_back_are_right():
         return torch.relu(x[order])[order.argsort()] + x
 
     assert noticed(shuffled)[1] == ""
+
+
+def test_statistics_of_all_ranks_are_no_mixture():
+    class Reduced(torch.autograd.Function):
+        """As of a module of ours."""
+
+        __module__ = "msrun.parallel.layers"
+
+        @staticmethod
+        def forward(_, x):
+            return x.clone()
+
+        @staticmethod
+        def backward(_, grad):
+            return grad
+
+    def by_ranks(x):
+        sums = Reduced.apply(torch.cat([x.sum(0), x.new_ones(1)]))
+        return x * (sums[:-1] / sums[-1])
+
+    assert noticed(by_ranks)[1] == ""
