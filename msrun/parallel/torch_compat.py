@@ -15,7 +15,7 @@ from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import AbstractContextManager, contextmanager, nullcontext, redirect_stderr
 from functools import cache, partial, wraps
 from pathlib import Path
-from types import CodeType, FrameType
+from types import CodeType, FrameType, SimpleNamespace
 from typing import TYPE_CHECKING, Any, NamedTuple
 
 import torch
@@ -1811,6 +1811,22 @@ def outside_of_tracing() -> AbstractContextManager[Any]:
     from torch.utils._python_dispatch import _disable_current_modes
 
     return _disable_current_modes()
+
+
+@contextmanager
+def without_reentrant_checkpoints() -> Iterator[None]:
+    """Inside, have checkpoints with `use_reentrant=True` call their function and save all.
+
+    They run it in the forward of an autograd function, where gradients are off.  The graph of
+    `torch.export` turns them off at its begin, and not on again behind it.
+    """
+    module: Any = checkpoint
+    before = module.CheckpointFunction
+    module.CheckpointFunction = SimpleNamespace(apply=lambda run, _, *args: run(*args))
+    try:
+        yield
+    finally:
+        module.CheckpointFunction = before
 
 
 @contextmanager

@@ -10,6 +10,7 @@ import numpy as np
 import torch
 from torch import Tensor, nn
 from torch.nn import functional
+from torch.utils.checkpoint import checkpoint
 
 SCALE = 1.0
 
@@ -54,6 +55,22 @@ class NoGradInAutocast(Quirk):
             out = self.up(self.down(h)) + kept
         with torch.autocast("cpu", enabled=False), torch.no_grad(), torch.enable_grad():
             return out.to(h.dtype) * h
+
+
+class Recomputed(Quirk):
+    def between(self, h):
+        h = checkpoint(torch.sin, h, use_reentrant=True)
+        with torch.no_grad():
+            scale = h.mean(-1, keepdim=True)
+        return h * scale
+
+
+class DetachedSpectrum(Quirk):
+    def between(self, h):
+        found = torch.fft.rfft(h)
+        with torch.no_grad():
+            kept = found * 2
+        return torch.fft.irfft(found * kept + found.detach() * found, n=h.shape[-1])
 
 
 class GradInNoGrad(Quirk):
@@ -242,7 +259,7 @@ RIGHT = {
         *(NoGrad, NoGradView, NoGradInAutocast, GradInNoGrad, Filled, Narrowed, Turned),
         *(ReadBefore, DropsNothing, Put, Masked, Shifted, Counter, Rebound),
         *(Normalized, NormalizedInput, NormalizedFrozen, NormalizedInstance, ReadsConstants),
-        TwoNames,
+        *(TwoNames, Recomputed, DetachedSpectrum),
         *(ReadBefore, DropsNothing, Put, Masked, Shifted, Counter, Rebound, ReboundInside),
     )
 }

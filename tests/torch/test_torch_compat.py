@@ -1484,3 +1484,18 @@ def test_scripts_are_optimized_again_behind_the_context():
     with torch_compat.unoptimized_scripts():
         assert not is_optimized()
     assert is_optimized()
+
+
+def test_reentrant_checkpoints_run_with_gradients_inside_of_the_context():
+    def run(x):
+        modes.append(torch.is_grad_enabled())
+        return 2 * x
+
+    modes = []
+    x = torch.ones(2, requires_grad=True)
+    with torch_compat.without_reentrant_checkpoints():
+        inside = checkpoint(run, x, use_reentrant=True)
+    behind = checkpoint(run, x, use_reentrant=True)
+    assert modes == [True, False]
+    assert inside.grad_fn.name() == "MulBackward0"
+    assert behind.grad_fn.name() == "CheckpointFunctionBackward"

@@ -41,6 +41,7 @@ from msrun.parallel.auto.tracing.structure import OutputForm, leaf_tensors
 from msrun.parallel.torch_compat import (
     without_forward_hooks,
     without_graph_dumps,
+    without_reentrant_checkpoints,
     without_stack_traces,
 )
 
@@ -84,7 +85,8 @@ def export(
         sample: Its arguments.
         at_end: Called at the end of the forward, before `torch.export` takes back what it changed.
     """
-    with without_stack_traces(), without_forward_hooks(model), torch.enable_grad():
+    patched = without_reentrant_checkpoints()
+    with without_stack_traces(), without_forward_hooks(model), patched, torch.enable_grad():
         return _repeated(model, sample, at_end) or followed(model, sample, at_end)
 
 
