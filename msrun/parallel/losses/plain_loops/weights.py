@@ -34,6 +34,7 @@ from torch.overrides import TorchFunctionMode
 from msrun.errors import ModelError
 from msrun.parallel.config import ROOT
 from msrun.parallel.exchange import messages
+from msrun.parallel.foreach.values import refused_penalties
 from msrun.parallel.local import full_tensor
 from msrun.parallel.losses.batch import tensors_in
 from msrun.parallel.losses.calls.unknown import warn_of_unknown
@@ -245,7 +246,8 @@ class _Window(TorchFunctionMode):
         if func is Tensor.backward:
             self.has_ended = True
             self._note(args[0])
-            return func(*args, **kwargs)
+            with refused_penalties():
+                return func(*args, **kwargs)
         try:
             with self._looking() if self._mixtures else contextlib.nullcontext():
                 # As if it were the mode on top, which takes longer to enter.
