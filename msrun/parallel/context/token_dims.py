@@ -432,7 +432,7 @@ _NAMES: tuple[tuple[Rule, str], ...] = (
         ),
     ),
     (_viewed, "view reshape flatten unflatten view_as reshape_as ravel"),
-    (_permuted, "permute transpose swapaxes t T mT"),
+    (_permuted, "permute transpose swapaxes swapdims t T mT H mH adjoint movedim moveaxis"),
     (_unsqueezed, "unsqueeze"),
     (_squeezed, "squeeze"),
     (_expanded, "expand expand_as broadcast_to"),
