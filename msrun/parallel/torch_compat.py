@@ -1044,6 +1044,23 @@ def _gathered(model: nn.Module) -> Iterator[Any]:
                 yield from group.fsdp_params
 
 
+def releases_gathered(model: nn.Module) -> bool:
+    """Return whether a unit of `fully_shard` has gathered, and its backward pass would release.
+
+    Args:
+        model: With such units.
+    """
+    from torch.distributed.fsdp import FSDPModule, fully_shard
+
+    units: Any = [module for module in model.modules() if isinstance(module, FSDPModule)]
+    groups = [
+        group
+        for unit in units
+        for group in fully_shard.state(unit)._fsdp_param_groups  # type: ignore[attr-defined]  # noqa: SLF001
+    ]
+    return any(group.reshard_after_backward and group.is_unsharded for group in groups)
+
+
 def parts_with_parameters(unit: FSDPModule) -> list[nn.Module]:
     """Return the modules inside of a unit of `fully_shard` that hold its own parameters."""
     from torch.distributed.fsdp import fully_shard

@@ -63,6 +63,7 @@ from torch.nn import Parameter
 from msrun.errors import ModelError
 from msrun.parallel import torch_compat
 from msrun.parallel.config import DATA_AXIS, ROOT, ParallelConfig
+from msrun.parallel.data_parallel.several_passes import SeveralPasses
 from msrun.parallel.data_parallel.used_outside import units_used_outside
 from msrun.parallel.foreach.lists import support_lists
 from msrun.parallel.layout import EXPERT_COPIES
@@ -291,7 +292,7 @@ def apply(
         options["reshard_after_forward"] = False
     sharded = _shard_unit(model, options)
     model.register_forward_hook(_release_after_evaluation)
-    _follow_scripts(model)
+    _follow_scripts(model, config.optimizer.zero)
     torch_compat.share_attributes(sharded)
     # torch divides by the number of ranks unless told otherwise, for each unit apart.
     if config.reduce.op == "sum":
@@ -301,8 +302,10 @@ def apply(
     return sharded
 
 
-def _follow_scripts(model: nn.Module) -> None:
+def _follow_scripts(model: nn.Module, zero: int) -> None:
     """Have units do what scripts do to gradients and weights by hand, or refuse it."""
+    if zero < RESHARD_LEVEL:
+        SeveralPasses().watch(model)
     for unit in gathering(model):
         both: Any = unit  # a module, too
         both.register_forward_pre_hook(_check_places, prepend=True)

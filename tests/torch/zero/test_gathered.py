@@ -108,3 +108,30 @@ def test_a_part_is_called_alone_in_evaluation(level):
     expected = run_warm(called_alone, 1, {})[0]
 
     assert_equal_curves(run_warm(called_alone, 2, LEVELS[level]), expected)
+
+
+def penalized_between(config):
+    """Train with a penalty on weights that is computed between two forward passes."""
+    rt = msrun.init(config)
+    network = rt.shard(build("mlp"))
+    update = rt.optimizer(torch.optim.SGD(network.parameters(), lr=0.1))
+    losses = []
+    for x, y in parts(rt):
+        update.zero_grad()
+        first = functional.cross_entropy(network(x), y)
+        penalty = sum(param.square().sum() for param in network.parameters())
+        second = functional.cross_entropy(network(x / 2), y)
+        (first + 0.01 * penalty + second).backward()
+        shapes = [param.grad.shape for param in network.parameters()]
+        update.step()
+        losses.append(rt.mean_over_data(first + second).item())
+    return losses, shapes
+
+
+@pytest.mark.parametrize("level", [1, 2])
+def test_a_penalty_between_two_forward_passes_reads_gathered_weights(level):
+    expected, _ = run_warm(penalized_between, 1, {})[0]
+
+    found = run_warm(penalized_between, 2, zero(level))
+    assert_equal_curves([losses for losses, _ in found], expected)
+    assert found[0][1] == [param.shape for param in build("mlp").parameters()]
