@@ -127,7 +127,7 @@ def shard_parameters(
     """
     from msrun.parallel.data_parallel import zero, zero_errors
     from msrun.parallel.data_parallel.collective_order import CollectiveOrder
-    from msrun.parallel.data_parallel.parts_alone import gather_for_parts
+    from msrun.parallel.data_parallel.gathered.parts_alone import gather_for_parts
 
     replicated = small_or_excluded(config, model, excluded)
     units = zero.units(config, model, plans)

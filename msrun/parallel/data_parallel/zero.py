@@ -63,8 +63,8 @@ from torch.nn import Parameter
 from msrun.errors import ModelError
 from msrun.parallel import torch_compat
 from msrun.parallel.config import DATA_AXIS, ROOT, ParallelConfig
-from msrun.parallel.data_parallel.several_passes import SeveralPasses
-from msrun.parallel.data_parallel.used_outside import units_used_outside
+from msrun.parallel.data_parallel.gathered.several_passes import SeveralPasses
+from msrun.parallel.data_parallel.gathered.used_outside import units_used_outside
 from msrun.parallel.foreach.lists import support_lists
 from msrun.parallel.layout import EXPERT_COPIES
 from msrun.parallel.local import is_sharded, local_part, replace_parameter

@@ -9,7 +9,7 @@ from torch.nn import functional
 
 import msrun
 from msrun.errors import ModelError, UsageError
-from msrun.parallel.data_parallel.used_outside import units_used_outside
+from msrun.parallel.data_parallel.gathered.used_outside import units_used_outside
 from msrun.parallel.local import full_tensor
 
 pytestmark = pytest.mark.torch

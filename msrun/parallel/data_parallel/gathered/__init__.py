@@ -1,0 +1,1 @@
+"""What ZeRO gathers, and when: units of a model, parts called alone, several forward passes."""
