@@ -164,6 +164,8 @@ class SampleWatch(TorchFunctionMode):
         outcome = outcome_of(call)
         if outcome is not None:
             return outcome
+        if (own := call.mark(call.result)) and self._mark(call.result) == own:
+            return own  # that of an argument, which was not written, as by `requires_grad_`
         if chooses_samples(call):
             return Mark(None)
         if not self._may_be_guessed(call.result):

@@ -197,3 +197,11 @@ def test_statistics_of_all_ranks_are_no_mixture():
         return x * (sums[:-1] / sums[-1])
 
     assert noticed(by_ranks)[1] == ""
+
+
+def test_a_tensor_that_is_returned_as_it_was_keeps_what_is_known():
+    def by_position(x):
+        x = x.detach().clone().requires_grad_()
+        return torch.cdist(x, x[:1])
+
+    assert noticed(by_position)[1].startswith("the loss depends on samples by their position (")
