@@ -52,6 +52,31 @@ def source_of(node: Any) -> Tensor | None:
     return found
 
 
+def leave(tensor: Tensor, key: str, noted: Any) -> None:
+    """Note something at a tensor, and at the node of autograd that it comes from."""
+    setattr(tensor, key, noted)
+    if tensor.grad_fn is not None:
+        metadata: Any = tensor.grad_fn.metadata
+        metadata[key, tensor.output_nr] = noted
+
+
+def carried(tensor: Tensor, key: str) -> Any:
+    """Return what was noted of a tensor that was passed on in another one; None without it."""
+    node: Any = tensor.grad_fn
+    place = tensor.output_nr
+    while node:
+        if (source := source_of(node)) is not None:
+            return getattr(source, key, None) or carried(source, key)
+        if node.name() not in PASSING or place >= len(node.next_functions):
+            return None
+        node, place = node.next_functions[place]
+        if node and (noted := node.metadata.get((key, place))):
+            return noted
+        if (leaf := getattr(node, "variable", None)) is not None:  # such as of the batch
+            return getattr(leaf, key, None)
+    return None
+
+
 def is_passed(node: Any) -> bool:
     """Return whether the function of `node` handed a tensor on that is no parameter."""
     is_passing = False

@@ -20,6 +20,8 @@ from typing import Any, NamedTuple
 
 from torch import Tensor
 
+from msrun.parallel.losses.notes import carried, leave
+
 # Attributes of tensors: of a watch of the loss function, and of one of the model.
 _OF_LOSS, _OF_MODEL = "msrun_rows", "msrun_model_rows"
 _CUTTING = frozenset(
@@ -170,10 +172,11 @@ class RowsWatch:
         for tensor in results:
             if origin is not None or self._noted(tensor):
                 noted = (origin.history, *origin.rows) if origin else ()
-                setattr(tensor, self._mark, (self._number, *noted))
+                leave(tensor, self._mark, (self._number, *noted))
 
     def _noted(self, tensor: Tensor) -> RowsOrigin | None:
-        number, *noted = getattr(tensor, self._mark, (None,))
+        found = getattr(tensor, self._mark, None) or carried(tensor, self._mark)
+        number, *noted = found or (None,)
         if number != self._number or not noted:
             return None
         return RowsOrigin(frozenset(noted[1:]), noted[0])

@@ -43,7 +43,7 @@ from msrun.parallel.losses.guesses import (
     marks_behind,
     marks_of_values,
 )
-from msrun.parallel.losses.notes import PASSING, source_of, watch_numbers
+from msrun.parallel.losses.notes import carried, leave, watch_numbers
 from msrun.parallel.losses.pairs.input_pairs import (
     CUT_HINT,
     chooses_samples,
@@ -168,8 +168,9 @@ class SampleWatch(TorchFunctionMode):
             return own  # that of an argument, which was not written, as by `requires_grad_`
         if chooses_samples(call):
             return Mark(None)
-        if not self._may_be_guessed(call.result):
-            return None
+        return self._guess_of(call) if self._may_be_guessed(call.result) else None
+
+    def _guess_of(self, call: TorchCall) -> Outcome:
         if call.name in PUTTING_BACK and call.result.grad_fn:
             return guess(call.result, marks_behind(call.result, self._of_node), self.samples)
         if has_rule(call.name):
@@ -252,10 +253,10 @@ class SampleWatch(TorchFunctionMode):
         if tensor.is_inference():
             return
         noted = (self._number, write_count(tensor), *mark)
-        setattr(tensor, _MARK, noted)
-        if tensor.grad_fn:
-            _metadata(tensor.grad_fn)[_MARK, tensor.output_nr] = noted
-        elif is_sharded(tensor):  # which goes on in tensors that no node leads back from
+        leave(tensor, _MARK, noted)
+        if tensor.grad_fn is None and is_sharded(
+            tensor
+        ):  # which goes on in tensors that no node leads back from
             setattr(local_tensor(tensor), _MARK, noted)
 
     def _leave_unknown(self, tensor: Tensor, *, is_written: bool) -> None:
@@ -431,17 +432,8 @@ def _metadata(node: Any) -> dict[Any, Any]:
 
 def _carried(tensor: Tensor) -> Any:
     """Return what was noted of a tensor that was passed on in another one."""
-    node, place = tensor.grad_fn, tensor.output_nr
-    while node:
-        if (source := source_of(node)) is not None:
-            return getattr(source, _MARK, None) or _carried(source)
-        if node.name() not in PASSING or place >= len(node.next_functions):
-            return None
-        node, place = node.next_functions[place]
-        if node and (noted := _metadata(node).get((_MARK, place))):
-            return noted
-        if (leaf := getattr(node, "variable", None)) is not None:  # such as of the batch
-            return getattr(leaf, _MARK, None)
+    if (noted := carried(tensor, _MARK)) is not None:
+        return noted
     if is_sharded(tensor) and tensor.grad_fn is None:  # of the batch, or computed from it alone
         return getattr(local_tensor(tensor), _MARK, None)
     return None

@@ -58,7 +58,9 @@ def outcome_of(call: TorchCall, rule: Rule = result_of) -> Outcome:
     if not isinstance(outcome, Mark) or outcome.dim is None:
         return outcome
     marks = call.marks.values()
-    is_guess = outcome.is_guess or any(mark.is_guess for mark in marks)
+    of_samples = [mark for mark in marks if mark.dim is not None]
+    # A dim that one of them has for certain is that of the others.
+    is_guess = outcome.is_guess or (bool(of_samples) and all(x.is_guess for x in of_samples))
     return outcome._replace(inputs=outcome.inputs or _inputs(*marks), is_guess=is_guess)
 
 
