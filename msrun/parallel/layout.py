@@ -280,7 +280,6 @@ def _check_images(config: ParallelConfig, layout: MeshLayout) -> None:
         )
     others = {
         f"{ROOT}.plan": bool(config.plan),
-        f"{ROOT}.pipeline": config.pipeline is not None,
         f"{ROOT}.mode: {config.mode}": config.mode in _FREE,
         f"{ROOT}.dropout: exact": config.dropout == "exact",
         f"{ROOT}.verify": bool(config.verify),

@@ -73,7 +73,7 @@ if TYPE_CHECKING:
     from msrun.parallel.copies.group import Copies
     from msrun.parallel.deferred.fill import Weights
     from msrun.parallel.host.overlapped_step import OverlappedStep
-    from msrun.parallel.images.apply import Images
+    from msrun.parallel.images.division import Images
     from msrun.parallel.summands.late import LateSums
     from msrun.parallel.tensor.guard import Guard
 

@@ -39,7 +39,7 @@ from msrun.parallel.collectives import all_gather
 from msrun.parallel.images.rows import move_rows
 from msrun.parallel.losses.batch import map_leaves
 from msrun.parallel.notation.image_parts import Span, Spans, one_each, spans
-from msrun.parallel.torch_compat import empty_wrapper
+from msrun.parallel.torch_compat import GENERATED, empty_wrapper
 
 _LIBRARIES = (Path(torch.__file__).parent, Path(__file__).parents[2])
 _APPLY = torch.autograd.Function.apply.__func__.__code__  # type: ignore[attr-defined]
@@ -336,6 +336,8 @@ def _name(func: Any) -> str:
 def _line() -> str:
     """Return where in the model the running function was called: its last line there."""
     for frame in reversed(traceback.extract_stack()):
+        if frame.filename.startswith(GENERATED):  # the program of a stage, which has no line
+            return ""
         path = Path(frame.filename)
         if not any(library in path.parents for library in _LIBRARIES):
             return f" ({path.name}, line {frame.lineno})"

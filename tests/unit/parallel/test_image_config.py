@@ -90,6 +90,12 @@ def test_ranks_that_share_images_are_data_parallel_ranks():
     assert tokens_as_data(layout).axes == {"dp": 8}
 
 
+def test_stages_have_ranks_that_share_images():
+    pipeline = {"stages": "auto", "microbatches": 2}
+    config = parse_config({**HEIGHT, "mesh": {"pp": 2, "h": 4}, "pipeline": pipeline})
+    assert tokens_as_data(resolve(config, 8)).axes == {"pp": 2, "dp": 4}
+
+
 def test_rows_are_divided_unless_there_are_fewer_than_ranks():
     assert spans(7, 2) == ((0, 4), (4, 7))
     assert spans(2, 3) == ((0, 2),) * 3
