@@ -93,7 +93,7 @@ def test_every_schedule_and_technique_equals_one_process(name, case, alone):
     assert_stages_equal(run_warm(trained, ranks, config, MODELS[name]), alone(MODELS[name], config))
 
 
-def mixed(config, path, other):
+def mixed_by(make, config, path, other):
     """Return losses, weights and outputs of steps between which a checkpoint changes the layout.
 
     Images have other sizes in each step, and some micro-batch has fewer samples.
@@ -103,7 +103,7 @@ def mixed(config, path, other):
     losses = []
     for number, settings in enumerate((config, other, config)):
         with msrun.init(settings) as rt:
-            model = rt.shard(build(Plain), sample=steps[0][:1])
+            model = rt.shard(build(make), sample=steps[0][:1])
             optimizer = rt.optimizer(torch.optim.AdamW(model.parameters(), lr=0.05))
             if number:
                 rt.load(model, optimizer, path=path / str(number - 1))
@@ -120,8 +120,8 @@ def test_sizes_change_and_checkpoints_go_from_stages_to_other_layouts(tmp_path):
     stages = pipeline(microbatches=3, stages={"one": 0, "norm": 0, "*": 1}) | data
     other = {"mesh": {"dp": 1, "h": 4}, "accumulate": 2, **data}
     alone = {"accumulate": 2}
-    expected = run_warm(mixed, 1, alone, tmp_path / "alone", alone)[0]
-    assert_stages_equal(run_warm(mixed, 4, stages, tmp_path / "stages", other), expected)
+    expected = run_warm(mixed_by, 1, Plain, alone, tmp_path / "alone", alone)[0]
+    assert_stages_equal(run_warm(mixed_by, 4, Plain, stages, tmp_path / "stages", other), expected)
 
 
 class Returned(Plain):

@@ -71,3 +71,36 @@ def test_stages_with_parts_of_images_learn_what_one_process_does(name):
         "pipeline": {"stages": "auto", "schedule": "gpipe", "microbatches": parts},
     }
     assert_equal(run_warm(trained, 4, config, name, timeout=TIMEOUT), alone)
+
+
+PLANNED = {
+    "timm ConvNeXt V2": ["auto_tp"],
+    "timm ViT": ["auto_tp"],
+    "timm ResNet": ["auto_tp"],
+    "timm Swin": ["auto_tp"],
+    "torchvision ConvNeXt": [
+        {"match": "*.block.3", "style": "colwise"},
+        {"match": "*.block.5", "style": "rowwise"},
+    ],
+    "diffusers UNet2D, attention": ["auto_tp"],
+    "diffusers UNet2D, conditioned": ["auto_tp"],
+}
+
+
+@pytest.mark.parametrize(
+    "name",
+    [
+        "timm ConvNeXt V2",
+        "diffusers UNet2D, attention",
+        *(
+            pytest.param(name, marks=pytest.mark.slow)
+            for name in PLANNED
+            if name not in ("timm ConvNeXt V2", "diffusers UNet2D, attention")
+        ),
+    ],
+)
+def test_a_plan_beside_parts_of_images_learns_what_one_process_does(name):
+    pytest.importorskip(MODELS[name][0], exc_type=ImportError)
+    alone = run_warm(trained, 1, {}, name, timeout=TIMEOUT)
+    config = {"mesh": {"h": 2, "tp": 2}, "plan": PLANNED[name]}
+    assert_equal(run_warm(trained, 4, config, name, timeout=TIMEOUT), alone)

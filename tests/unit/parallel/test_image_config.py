@@ -51,8 +51,28 @@ ON_A_MESH = [
         "parallel.verify does not know parts of images, of parallel.data over h",
     ),
     (
-        {**HEIGHT, "plan": ["auto_tp"], "mesh": {"h": 4, "tp": 2}},
-        "parallel.plan does not know parts of images, of parallel.data over h",
+        {
+            **HEIGHT,
+            "plan": [{"match": "*", "style": "2d", "axes": ["x", "y"]}],
+            "mesh": {"h": 2, "x": 2, "y": 2},
+        },
+        "parallel.plan[0].style: 2d does not know parts of images, of parallel.data over h",
+    ),
+    (
+        {
+            **HEIGHT,
+            "plan": [{"match": "table", "rows": [2, 3], "axis": "tp"}],
+            "mesh": {"h": 4, "tp": 2},
+        },
+        "parallel.plan[0].rows does not know parts of images, of parallel.data over h",
+    ),
+    (
+        {
+            **HEIGHT,
+            "plan": [{"match": "up", "strategy": [[1, 1], [2, 1]]}],
+            "mesh": {"h": 4, "tp": 2},
+        },
+        "parallel.plan[0].strategy does not know parts of images, of parallel.data over h",
     ),
     (
         {**HEIGHT, "mode": "auto"},
