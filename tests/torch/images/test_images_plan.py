@@ -11,6 +11,7 @@ from torch.nn import functional
 
 import msrun
 from msrun.errors import ModelError
+from msrun.parallel.local import full_tensor
 
 pytestmark = [
     pytest.mark.torch,
@@ -147,10 +148,71 @@ def test_micro_batches_and_checkpoints_of_a_plan_equal_one_process(tmp_path):
     assert_stages_equal(run_warm(mixed_by, 4, Grouped, plan, tmp_path / "plan", other), expected)
 
 
-def refused(plan):
+class Dropping(ConvNet):
+    """Drops channels of the MLPs, which a plan shards."""
+
+    def __init__(self):
+        super().__init__()
+        for block in self.blocks:
+            block.drop.p = 0.25
+
+
+@WHOLE
+def test_masks_of_dropout_are_those_without_a_plan():
+    alone = run_warm(trained, 2, {"mesh": {"h": 2}}, Dropping)[0]
+    for found in run_warm(trained, 4, {**H_TP, "plan": MLPS}, Dropping):
+        assert_equal(found, alone)
+
+
+class Wide(ConvNet):
+    """Returns an even number of classes, which ranks share."""
+
+    def __init__(self):
+        super().__init__()
+        self.last = nn.Linear(4, 4)
+
+
+def looped(config):
+    """Return losses and weights of a plain loop."""
+    config = {**config, "data": data_of(UNet, "h")} if config else config
+    with msrun.init(config) as rt:
+        model = rt.shard(build(Wide))
+        optimizer = rt.optimizer(torch.optim.SGD(model.parameters(), lr=0.1))
+        losses = []
+        for x, y in batches(UNet):
+            optimizer.zero_grad()
+            losses.append(loss_fn(model(x), y))
+            losses[-1].backward()
+            optimizer.step()
+        weights = {name: full_tensor(p.detach()) for name, p in model.named_parameters()}
+        return torch.stack(losses).detach(), weights
+
+
+@WHOLE
+@pytest.mark.parametrize("sharded", ["last", "head"])
+def test_plain_loops_get_whole_outputs_of_sharded_channels(sharded):
+    """Also of sums that ranks have not added up, behind a layer without a rule."""
+    plan = [*MLPS[:2], {"match": sharded, "style": "colwise"}]
+    alone = run_warm(looped, 1, {})[0]
+    for found in run_warm(looped, 4, {**H_TP, "plan": plan}):
+        assert_equal(found, alone)
+
+
+class Calling(ConvNet):
+    """Calls a function on shards."""
+
+    def __init__(self):
+        super().__init__()
+        self.twice = msrun.shard(lambda x: 2 * x, in_=[[None, "tp", None, None]])
+
+    def forward(self, image):
+        return super().forward(self.twice(image))
+
+
+def refused(plan, make=ConvNet):
     """Return what is said of a plan for a model, and whether its weights changed."""
     with msrun.init({**H_TP, "plan": plan, "data": data_of(UNet, "h")}) as rt:
-        model = rt.shard(build(ConvNet))
+        model = rt.shard(build(make))
         optimizer = rt.optimizer(torch.optim.SGD(model.parameters(), lr=0.1))
         before = [p.detach().clone() for p in model.parameters()]
         with pytest.raises(ModelError) as error:
@@ -174,4 +236,10 @@ def refused(plan):
 def test_rules_that_shard_rows_of_images_are_refused(rule, problem):
     for said, is_unchanged in run_warm(refused, 4, [rule]):
         assert problem in said
+        assert is_unchanged
+
+
+def test_a_function_on_shards_takes_no_image():
+    for said, is_unchanged in run_warm(refused, 4, MLPS, Calling):
+        assert "gets an image, of which ranks have parts" in said
         assert is_unchanged
