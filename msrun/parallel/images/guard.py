@@ -19,7 +19,6 @@ from msrun.parallel.images.rules_elements import (
     converted,
     dropped,
     elements,
-    is_in_place,
     kept,
     of_part,
     of_whole,
@@ -29,7 +28,8 @@ from msrun.parallel.images.rules_shapes import permuted, projected, squeezed, un
 from msrun.parallel.local import is_sharded
 from msrun.parallel.losses.batch import map_leaves, tensors_in
 from msrun.parallel.notation.dims import axes_of_dims
-from msrun.parallel.tensor.guard import Guard
+from msrun.parallel.tensor import guard_refusals
+from msrun.parallel.tensor.guard import INSPECTING, Guard
 from msrun.parallel.tensor.plan import ModulePlan
 
 # Rules that call the function on parts alone, and exchange nothing between ranks of an image.
@@ -53,26 +53,38 @@ class ImageGuard(Guard):
         if not images:
             return super().__torch_function__(func, types, args, kwargs)
         rule = ImageTensor.rules.get(call.name)
-        sharded = [x for x in _shards((args, call.kwargs)) if is_sharded(x)]
-        if not sharded or rule in _INSPECTING or call.name.startswith(("__get__", "__set__")):
+        of_torch = getattr(func, "__name__", "")
+        parts, named = map_leaves(_part, (args, call.kwargs))
+        is_inspecting = of_torch in INSPECTING or rule in _INSPECTING
+        if self.views and not is_inspecting:
+            self.views.watch(of_torch, parts, named, None)
+        sharded = [x for x in tensors_in((parts, named)) if is_sharded(x)]
+        if not sharded or is_inspecting:
             return func(*args, **call.kwargs)
         if rule in _ON_SHARDS or (rule is not None and _is_apart(rule, call)):
             with self:
                 return ImageTensor.__torch_function__(func, types, args, kwargs)
-        if is_in_place(call):
+        self._require_guarded(call.name)
+        if guard_refusals.is_writing(of_torch, call.kwargs):
             raise call.refusal(f"{call.name}, which writes an image that a plan shards")
         self._warn_of_whole(call.name, sharded)
         whole_args, whole_kwargs = map_leaves(self._whole, (args, call.kwargs))
-        return func(*whole_args, **whole_kwargs)
+        result = func(*whole_args, **whole_kwargs)
+        if guard_refusals.makes_view(of_torch, parts):
+            self.views.note(parts[0], map_leaves(_part, result))
+        return result
+
+    def check_returned(self, output: Any) -> None:
+        """Refuse an output of which a view was written, which it does not know."""
+        super().check_returned(map_leaves(_part, output))
 
     def _whole(self, x: Tensor) -> Tensor:
         """Return `x` without shards: an image of whole parts."""
         return x.like(self._gather(x.local)) if isinstance(x, ImageTensor) else self._gather(x)
 
 
-def _shards(value: Any) -> list[Tensor]:
-    """Return the tensors in `value`, and of images the parts."""
-    return [x.local if isinstance(x, ImageTensor) else x for x in tensors_in(value)]
+def _part(x: Tensor) -> Tensor:
+    return x.local if isinstance(x, ImageTensor) else x
 
 
 def _is_apart(rule: Callable[[ImageCall], Any], call: ImageCall) -> bool:

@@ -8,6 +8,7 @@ from test_images import assert_equal
 from test_images_pipeline import assert_stages_equal, mixed_by
 from torch import nn
 from torch.nn import functional
+from torch.utils.checkpoint import checkpoint
 
 import msrun
 from msrun.errors import ModelError
@@ -111,6 +112,55 @@ def test_mlps_of_parts_run_on_shards_and_equal_one_process():
     """Without a warning of anything that is computed whole."""
     alone = run_warm(trained, 1, {}, ConvNet)[0]
     for found in run_warm(trained, 4, {**H_TP, "plan": MLPS}, ConvNet):
+        assert_equal(found, alone)
+
+
+class Checkpointed(ConvNet):
+    """Computes its blocks again, by itself."""
+
+    def forward(self, image):
+        x = self.norm(self.stem(image))
+        for block in self.blocks:
+            x = checkpoint(block, x, use_reentrant=False)
+        x = functional.interpolate(x, size=image.shape[2:], mode="bilinear")
+        return self.last(self.head(x.permute(0, 2, 3, 1))).permute(0, 3, 1, 2)
+
+
+def test_checkpoints_of_the_model_itself_run_on_shards_again():
+    alone = run_warm(trained, 1, {}, Checkpointed)[0]
+    for found in run_warm(trained, 4, {**H_TP, "plan": MLPS}, Checkpointed):
+        assert_equal(found, alone)
+
+
+class Written(ConvNet):
+    """Writes channels, which a plan shards."""
+
+    def write(self, x):
+        x[..., ::2] = 0
+        return x
+
+    def forward(self, image):
+        x = functional.interpolate(self.norm(self.stem(image)), size=image.shape[2:])
+        y = self.head(x.permute(0, 2, 3, 1))
+        return self.last(self.write(y)).permute(0, 3, 1, 2)
+
+
+class Sliced(Written):
+    def write(self, x):
+        part = x[..., :2]
+        part += 1
+        return x
+
+
+class InPlace(Written):
+    def write(self, x):
+        x *= 2
+        return functional.relu(x, inplace=True)
+
+
+def test_elements_of_shards_are_written_in_place():
+    alone = run_warm(trained, 1, {}, InPlace)[0]
+    for found in run_warm(trained, 4, {**H_TP, "plan": MLPS}, InPlace):
         assert_equal(found, alone)
 
 
@@ -242,4 +292,18 @@ def test_rules_that_shard_rows_of_images_are_refused(rule, problem):
 def test_a_function_on_shards_takes_no_image():
     for said, is_unchanged in run_warm(refused, 4, MLPS, Calling):
         assert "gets an image, of which ranks have parts" in said
+        assert is_unchanged
+
+
+@WHOLE
+@pytest.mark.parametrize(
+    ("make", "problem"),
+    [
+        (Written, "__setitem__, which writes an image that a plan shards (test_images_plan.py"),
+        (Sliced, "the model writes to a view of a divided tensor, such as a slice"),
+    ],
+)
+def test_writes_that_shards_would_not_see_are_refused(make, problem):
+    for said, is_unchanged in run_warm(refused, 4, MLPS, make):
+        assert problem in said
         assert is_unchanged
