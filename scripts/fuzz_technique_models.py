@@ -220,13 +220,17 @@ class Stage(nn.Module):
 
 
 class Images(nn.Module):
-    """Stages, and a class for each image."""
+    """Stages, perhaps an MLP of channels, and a class for each image."""
 
     def __init__(self, sizes: Sizes) -> None:
         super().__init__()
         channels = sizes["channels"]
         self.first = nn.Conv2d(3, channels, 3, padding=1)
         self.stages = nn.ModuleList(Stage(channels, spec) for spec in sizes["stages"])
+        self.has_mlp = "hidden" in sizes
+        if self.has_mlp:
+            self.up = nn.Linear(channels, sizes["hidden"])
+            self.down = nn.Linear(sizes["hidden"], channels)
         self.head = nn.Linear(channels, CLASSES)
 
     def forward(self, image: Tensor) -> Tensor:
@@ -234,6 +238,8 @@ class Images(nn.Module):
         x = self.first(image)
         for stage in self.stages:
             x = stage(x)
+        if self.has_mlp:
+            x = x + self.down(functional.gelu(self.up(x.movedim(1, -1)))).movedim(-1, 1)
         return self.head(x.mean((2, 3)))
 
 

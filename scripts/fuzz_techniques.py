@@ -308,11 +308,30 @@ def _images(numbers: Numbers) -> TechniqueCase:
     image = ["dp" if data > 1 else None, None, "h", "w"]
     config: Config = {"mesh": mesh, "data": {"image": image, "label": image[:1]}}
     config |= _extras(numbers)
-    if any(spec["image_norm"] == "batch" for spec in sizes["stages"]):
+    has_batch_norm = any(spec["image_norm"] == "batch" for spec in sizes["stages"])
+    if has_batch_norm:
         config.pop("accumulate", None)
-    return TechniqueCase(
-        "images", "images", height * across * data, sizes, config, _training(numbers)
-    )
+    ranks, train = height * across * data, _training(numbers)
+    beside = numbers.choice(["none", "none", "pp", "tp"])
+    if beside == "none":
+        return TechniqueCase("images", "images", ranks, sizes, config, train)
+    if beside == "pp":
+        config.pop("accumulate", None)
+        schedule = "gpipe" if has_batch_norm else numbers.choice(["gpipe", "1f1b", "zbv"])
+        parts = 1 if has_batch_norm else 2
+        config["mesh"] = {"pp": 2} | mesh
+        config["pipeline"] = {"stages": "auto", "schedule": schedule, "microbatches": parts}
+    else:
+        sizes["hidden"] = numbers.choice([4, 6])
+        rules: list[Config] = [
+            {"match": "up", "style": "colwise"},
+            {"match": "down", "style": "rowwise"},
+        ]
+        if _is(numbers, 0.3):
+            rules.append({"match": "first", "params": {"weight": ["tp", None, None, None]}})
+        config["mesh"] = mesh | {"tp": 2}
+        config["plan"] = rules
+    return TechniqueCase("images", "images", 2 * ranks, sizes, config, train)
 
 
 def _training(numbers: Numbers) -> dict[str, Any]:

@@ -28,7 +28,7 @@ from msrun.parallel.config import DATA_AXIS, PIPELINE_AXIS, REST, ROOT, TENSOR_A
 from msrun.parallel.notation.mesh_layout import EXPERT_AXIS, MeshLayout
 from msrun.parallel.notation.rules import RuleAxes, batch_free, check_notation
 from msrun.parallel.settings.grids import GRID_AXES
-from msrun.parallel.settings.images import image_axes
+from msrun.parallel.settings.images import image_axes, without_parts
 from msrun.parallel.settings.plan_rules import (
     CONTEXT_AXIS,
     UNSHARDED_DIMS,
@@ -90,9 +90,8 @@ def tokens_as_data(layout: MeshLayout) -> MeshLayout:
     with other samples.
     """
     inside = (*layout.images, layout.tokens)
-    if all(layout.size(name) == 1 for name in inside):
-        return layout
-    return layout.as_data(inside)
+    is_whole = all(layout.size(name) == 1 for name in inside)
+    return layout if is_whole else layout.as_data(inside)
 
 
 def context_rule(config: ParallelConfig) -> tuple[str, PlanRule] | None:
@@ -279,8 +278,9 @@ def _check_images(config: ParallelConfig, layout: MeshLayout) -> None:
             "is another order"
         )
     others = {
-        f"{ROOT}.plan": bool(config.plan),
-        f"{ROOT}.pipeline": config.pipeline is not None,
+        **{
+            f"{ROOT}.{rule}": is_given for rule, is_given in without_parts(rules_of(config)).items()
+        },
         f"{ROOT}.mode: {config.mode}": config.mode in _FREE,
         f"{ROOT}.dropout: exact": config.dropout == "exact",
         f"{ROOT}.verify": bool(config.verify),

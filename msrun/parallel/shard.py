@@ -73,7 +73,7 @@ if TYPE_CHECKING:
     from msrun.parallel.copies.group import Copies
     from msrun.parallel.deferred.fill import Weights
     from msrun.parallel.host.overlapped_step import OverlappedStep
-    from msrun.parallel.images.apply import Images
+    from msrun.parallel.images.division import Images
     from msrun.parallel.summands.late import LateSums
     from msrun.parallel.tensor.guard import Guard
 
@@ -712,7 +712,13 @@ def _shard_operators(
 
     of_tables = {name: plan for name, plan in plans.items() if plan.axis}
     plans = {name: plan for name, plan in plans.items() if not plan.axis}
-    guard = hooks.apply(model, plans, context.root_mesh[axes])
+    mesh = context.root_mesh[axes]
+    options: dict[str, Any] = {}
+    if context.images:
+        from msrun.parallel.images.guard import ImageGuard, ImageHooks
+
+        options = {"guard": ImageGuard(mesh), "around": partial(ImageHooks, axes)}
+    guard = hooks.apply(model, plans, mesh, **options)
     if of_tables:
         from msrun.parallel.uneven_rows import lookup
 

@@ -35,6 +35,8 @@ if TYPE_CHECKING:
 # Their functions of autograd know what they get.
 _NOT_OWN = ("torch.", "msrun.")
 _REENTRANT = checkpoint.CheckpointFunction.forward.__code__
+# How the file names of programs begin that torch writes for graphs.
+GENERATED = "<eval_with_key>"
 
 
 def after_backward(call: Callable[[], None]) -> None:

@@ -30,6 +30,7 @@ from torch.utils.checkpoint import checkpoint
 
 from msrun.parallel import torch_compat
 from msrun.parallel.torch_compat import (
+    GENERATED,
     ShardSpecs,
     add_mode_below,
     after_backward,
@@ -130,6 +131,11 @@ def test_after_backward_comes_behind_every_gradient_on_the_same_thread():
     (first.exp().exp() + last).backward()
 
     assert seen == [(True, True, threading.get_ident())]
+
+
+def test_programs_of_graphs_say_that_they_are_generated():
+    program = torch.fx.symbolic_trace(nn.ReLU()).forward
+    assert program.__code__.co_filename.startswith(GENERATED)
 
 
 def test_each_backward_has_a_number_of_its_own():

@@ -34,7 +34,7 @@ from msrun.parallel.context.token_watch import Known, TokenWatch
 from msrun.parallel.losses.batch import StepBatch, tensors_in
 from msrun.parallel.pipeline.microbatch import MicrobatchSplit
 from msrun.parallel.pipeline.model import SplitModel
-from msrun.parallel.pipeline.record.follower import Follower
+from msrun.parallel.pipeline.record.follower import Follower, Run, Values
 from msrun.parallel.torch_compat import is_active, is_fake, without_mode
 
 
@@ -171,10 +171,11 @@ class StageSequences(Sequences, Follower):
         finally:
             self._is_recording = False
 
-    def end_recording(self, values: Sequence[Sequence[Any]]) -> _Notes:
-        """Return where the tensors that chunks send have their tokens."""
+    def end_recording(self, values: Values, run: Run) -> tuple[_Notes, Values]:
+        """Return where the tensors that chunks send have their tokens, and these tensors."""
+        del run
         marks = [[self._recorded.mark(value) for value in sent] for sent in values]
-        return _Notes(marks, self._finds_documents)
+        return _Notes(marks, self._finds_documents), values
 
     def _called(self, function: Callable[..., Tensor], *args: Any, **kwargs: Any) -> Tensor:
         if not self._is_recording:
@@ -217,18 +218,19 @@ class StageSequences(Sequences, Follower):
             if value.requires_grad:
                 value.register_hook(lambda _: self.begin_part(split, part))
 
-    def receive(self, notes: _Notes, chunk: int, values: Sequence[Any]) -> None:
+    def receive(self, notes: _Notes, chunk: int, values: Sequence[Any]) -> Sequence[Any]:
         """Note where received tensors have their tokens."""
         self._has_documents = notes.has_documents
         if self._watch and chunk:
             for value, mark in zip(values, notes.sent[chunk - 1], strict=True):
                 if mark:
                     self._watch.leave(value, mark)
+        return values
 
-    def send(self, notes: _Notes, chunk: int, values: Any) -> None:
+    def send(self, notes: _Notes, chunk: int, values: Any) -> Any:
         """Refuse a tensor whose tokens are elsewhere than in the recording."""
         if self._watch is None or chunk == len(notes.sent):
-            return
+            return values
         for value, mark in zip(values, notes.sent[chunk], strict=True):
             found = self._watch.mark(value)
             is_taint = isinstance(found, Taint) and isinstance(mark, Taint)
@@ -239,6 +241,7 @@ class StageSequences(Sequences, Follower):
                     "next stage cannot follow them",
                     hint=f"cut the model elsewhere with {ROOT}.pipeline.stages",
                 )
+        return values
 
     def followed(self, loss_fn: Callable[..., Any]) -> Callable[..., Any]:
         """Return a loss function that computes on parts."""

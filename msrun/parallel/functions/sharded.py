@@ -29,6 +29,8 @@ from msrun.errors import ConfigError, ModelError
 from msrun.parallel import torch_compat
 from msrun.parallel.config import DATA_AXIS
 from msrun.parallel.layout import plan_axes
+from msrun.parallel.local import is_image
+from msrun.parallel.losses.batch import tensors_in
 from msrun.parallel.notation.mesh_layout import MeshLayout
 from msrun.parallel.notation.rules import batch_free
 from msrun.parallel.rank_context import RankContext
@@ -164,6 +166,11 @@ class _Sharded:
                 f"{_PLACE}: torch.func transforms {self._name} from outside, and ranks share what "
                 "it would transform",
                 hint="transform inside of the function, or the function before msrun.shard",
+            )
+        if any(map(is_image, tensors_in((args, kwargs)))):
+            raise ModelError(
+                f"{_PLACE}: {self._name} gets an image, of which ranks have parts",
+                hint="shard modules of the model by parallel.plan",
             )
         if len(self._inputs) > len(args):
             raise ModelError(

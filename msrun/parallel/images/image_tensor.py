@@ -37,9 +37,10 @@ from torch import Tensor
 from msrun.errors import ModelError
 from msrun.parallel.collectives import all_gather
 from msrun.parallel.images.rows import move_rows
+from msrun.parallel.local import full_tensor
 from msrun.parallel.losses.batch import map_leaves
 from msrun.parallel.notation.image_parts import Span, Spans, one_each, spans
-from msrun.parallel.torch_compat import empty_wrapper
+from msrun.parallel.torch_compat import GENERATED, empty_wrapper
 
 _LIBRARIES = (Path(torch.__file__).parent, Path(__file__).parents[2])
 _APPLY = torch.autograd.Function.apply.__func__.__code__  # type: ignore[attr-defined]
@@ -130,7 +131,7 @@ class ImageTensor(Tensor):
     ) -> Any:
         """Compute `func` by its rule; see the module."""
         del types
-        call = ImageCall(func, _name(func), args, dict(kwargs or {}))
+        call = ImageCall(func, name_of(func), args, dict(kwargs or {}))
         if not torch.is_grad_enabled():
             call.check_outside()
         rule = cls.rules.get(call.name)
@@ -199,7 +200,7 @@ def gathered(x: Tensor) -> Tensor:
     """Return the whole of `x`, a plain tensor, on each rank; all call it."""
     if not isinstance(x, ImageTensor):
         return x
-    local = x.local
+    local = full_tensor(x.local)
     for dim, at in sorted(x.divided().items()):
         axis, rows = x.axes[at], x.shape[dim]
         if rows % axis.size:
@@ -324,7 +325,7 @@ class ImageCall:
             frame = frame.f_back
 
 
-def _name(func: Any) -> str:
+def name_of(func: Any) -> str:
     """Return the name of a function of torch, also of one that writes in place."""
     name: str = getattr(func, "__name__", "") or str(func)
     if name in ("__get__", "__set__"):
@@ -336,6 +337,8 @@ def _name(func: Any) -> str:
 def _line() -> str:
     """Return where in the model the running function was called: its last line there."""
     for frame in reversed(traceback.extract_stack()):
+        if frame.filename.startswith(GENERATED):  # the program of a stage, which has no line
+            return ""
         path = Path(frame.filename)
         if not any(library in path.parents for library in _LIBRARIES):
             return f" ({path.name}, line {frame.lineno})"

@@ -19,7 +19,7 @@ from torch.utils.data import Dataset, IterableDataset, default_collate
 from msrun.errors import UsageError
 from msrun.parallel.config import ParallelConfig
 from msrun.parallel.data import MeshLoader, SizedDataset, check_options, make_loader
-from msrun.parallel.images.apply import ImageDims
+from msrun.parallel.images.division import ImageDims
 from msrun.parallel.images.image_tensor import wrapped
 from msrun.parallel.losses.batch import like, tensors_in, with_items
 from msrun.parallel.notation.image_parts import spans

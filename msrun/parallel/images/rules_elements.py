@@ -20,7 +20,7 @@ from msrun.parallel.images.image_tensor import (
     rule,
     wrapped,
 )
-from msrun.parallel.torch_compat import of_subclass
+from msrun.parallel.torch_compat import is_fake, of_subclass
 
 _SEEDS = 2**62
 _DIMS_OF_PRELU = 2
@@ -278,7 +278,12 @@ def drawn(call: ImageCall) -> Any:
     return x.like(made.requires_grad_(call.kwargs.get("requires_grad", False)))
 
 
-def generator(x: ImageTensor) -> torch.Generator:
-    """Return a generator of this part, seeded by a number that all ranks of the image draw."""
+def generator(x: ImageTensor) -> torch.Generator | None:
+    """Return a generator of this part, seeded by a number that all ranks of the image draw.
+
+    Of a part without values, None: nothing is drawn.
+    """
+    if is_fake(x.local):
+        return None
     seed = int(torch.randint(_SEEDS, ()))
     return torch.Generator(x.device).manual_seed(seed + x.stream())

@@ -14,6 +14,7 @@ from msrun.parallel.autocast.casts import wide
 from msrun.parallel.images.image_tensor import ImageAxis, ImageCall, ImageDim, ImageTensor, rule
 from msrun.parallel.images.rules_sums import over
 from msrun.parallel.notation.image_parts import Span, Spans, one_each, scaled
+from msrun.parallel.torch_compat import with_values
 
 _CHANNELS_LAST = {4: torch.channels_last, 5: torch.channels_last_3d}
 _RESIZED = {"linear": 1, "bilinear": 2, "trilinear": 3}
@@ -212,20 +213,22 @@ def _resized(
 ) -> Tensor:
     """Return `x` with another number of rows in one dim, which `axis` may divide."""
     old, new, scale = sizes
-    if mode.startswith("nearest"):
-        lower = upper = _nearest(old, new, scale, mode, _kernel(x, dim))
-        weights = None
-        if old == new and torch.equal(lower, torch.arange(old)):
+    weights = None
+    with with_values():  # also where stages are recorded: which rows they are does not depend on x
+        if mode.startswith("nearest"):
+            lower = upper = _nearest(old, new, scale, mode, _kernel(x, dim))
+            if old == new and torch.equal(lower, torch.arange(old)):
+                return x
+        elif old == new:  # whatever the scale is, as in `compute_source_index_and_lambda` of ATen
             return x
-    elif old == new:  # whatever the scale is, as in `compute_source_index_and_lambda` of ATen
-        return x
-    else:
-        lower, upper, weights = _linear(old, new, scale, aligned=aligned)
+        else:
+            lower, upper, weights = _linear(old, new, scale, aligned=aligned)
     parts = axis.spans(new) if axis else ((0, new),)
     first, end = parts[axis.rank] if axis else parts[0]
     begin = 0
     if axis:
-        needs = [(int(lower[a]), int(upper[b - 1]) + 1) for a, b in parts]
+        with with_values():
+            needs = [(int(lower[a]), int(upper[b - 1]) + 1) for a, b in parts]
         x = axis.move(x, dim, axis.spans(old), one_each(needs))
         begin = needs[axis.rank][0]
     low = x.index_select(dim, (lower[first:end] - begin).to(x.device))

@@ -137,7 +137,7 @@ class NormFunctions:
                 eps=eps,
                 total=self._sum_of_parts,
             )
-            return on_parts(x, compute)
+            return on_parts(x, lambda part: compute(full_tensor(part)))
         if is_sharded(x) and any(p.is_shard() for p in x.placements) and not self._has_warned:
             self._has_warned = True
             warnings.warn("msrun: batch_norm is computed whole on every rank", stacklevel=2)

@@ -437,11 +437,10 @@ class SplitModel(PipelineModel):
         A path that begins at weights alone, such as the embedding of a decoder in a later chunk,
         would be run backward once for each group of weights on it; torch frees it after the first.
         """
-        return self._recording is None or depends_on_received(
-            self,
-            self._recording.programs[chunk],
-            self._recording.borders[chunk - 1] if chunk else (),
-        )
+        if (recording := self._recording) is None or not self._follower.can_wait:
+            return self._follower.can_wait
+        received = recording.borders[chunk - 1] if chunk else ()
+        return depends_on_received(self, recording.programs[chunk], received)
 
     def chunk_parameters(self, chunk: int) -> set[Parameter]:
         """Return the parameters that `chunk` uses."""
@@ -466,10 +465,9 @@ class SplitModel(PipelineModel):
         """Run the modules of a chunk."""
         recording = cast("Recording", self._recording)  # `_prepare` comes first
         own, received = inputs[: recording.arity], inputs[recording.arity :]
-        self._follower.receive(recording.notes, chunk, received)
+        received = self._follower.receive(recording.notes, chunk, received)
         result = recording.compiled[chunk](self, *leaves(own), *received)
-        self._follower.send(recording.notes, chunk, result)
-        return result
+        return self._follower.send(recording.notes, chunk, result)
 
     def _saved_bytes(self, inputs: Sequence[Any]) -> Sequence[int] | None:
         """Return the bytes that a copy without values saves."""

@@ -13,12 +13,13 @@ from typing import Any
 from torch import Tensor, fx, nn
 
 from msrun.errors import ModelError
+from msrun.parallel.local import is_image
 from msrun.parallel.losses.batch import map_leaves
 from msrun.parallel.losses.calls.marks import Known
 from msrun.parallel.pipeline.border import Border, Borders
 from msrun.parallel.pipeline.chunks import STAGES
 from msrun.parallel.pipeline.plan import SplitPlan
-from msrun.parallel.pipeline.record.follower import Follower
+from msrun.parallel.pipeline.record.follower import Follower, Values
 from msrun.parallel.pipeline.record.modes import Modes
 from msrun.parallel.pipeline.record.structure import leaves
 from msrun.parallel.pipeline.skeleton import META, Skeleton
@@ -106,8 +107,12 @@ class Recordings:
         """
         saved = []
         try:
-            for program, received in zip(recording.programs, [(), *recording.borders], strict=True):
-                values = [*leaves(list(inputs)), *(border.empty(META) for border in received)]
+            for chunk, program in enumerate(recording.programs):
+                borders = recording.borders[chunk - 1] if chunk else ()
+                received = self._skeleton.follower.receive(
+                    recording.notes, chunk, [border.empty(META) for border in borders]
+                )
+                values = [*leaves(list(inputs)), *received]
                 saved.append(self._skeleton.saved_bytes(program.graph, values, recording.constants))
         except Exception:  # noqa: BLE001 - the model's own code may raise anything
             return None
@@ -118,18 +123,23 @@ class Recordings:
         traced = self._skeleton.record(inputs, samples=samples if modes[""] else None)
         programs = self._plan.rule.programs(traced)
         self._check(programs, traced.constants)
-        borders = tuple(
-            tuple(make_border(node, traced.values.get(node)) for node in program.sent)
-            for program in programs[:-1]
-        )
-        sent = [[traced.values.get(node) for node in program.sent] for program in programs[:-1]]
+        sent = [program.sent for program in programs[:-1]]
+        values: Values = [[traced.values.get(node) for node in nodes] for nodes in sent]
+        _borders(sent, values)  # refuses what is no tensor
+        given = leaves(list(inputs))
+
+        def run(chunk: int, received: Sequence[Any]) -> Sequence[Any]:
+            graph = programs[chunk].graph
+            return self._skeleton.run(graph, [*given, *received], traced.constants)
+
+        notes, values = self._skeleton.follower.end_recording(values, run)
         return Recording(
             programs=programs,
-            borders=borders,
+            borders=_borders(sent, values),
             constants=traced.constants,
             arity=len(inputs),
             known=traced.known,
-            notes=self._skeleton.follower.end_recording(sent),
+            notes=notes,
         )
 
     def _check(self, programs: Sequence[ChunkProgram], constants: Mapping[str, Tensor]) -> None:
@@ -177,7 +187,19 @@ def depends_on_received(
 
 def kinds(inputs: Sequence[Any]) -> Hashable:
     """Return what of `inputs` decides about the steps of a forward."""
-    return repr(map_leaves(lambda x: (x.shape, x.dtype, x.device, x.requires_grad), list(inputs)))
+
+    def kind(x: Tensor) -> tuple[Any, ...]:
+        return x.shape, x.dtype, x.device, x.requires_grad, is_image(x)
+
+    return repr(map_leaves(kind, list(inputs)))
+
+
+def _borders(sent: Sequence[Sequence[fx.Node]], values: Values) -> Borders:
+    """Return what chunks send: `values` of steps."""
+    return tuple(
+        tuple(make_border(*pair) for pair in zip(*chunk, strict=True))
+        for chunk in zip(sent, values, strict=True)
+    )
 
 
 def make_border(node: fx.Node, value: Any) -> Border:

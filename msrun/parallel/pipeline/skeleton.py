@@ -19,7 +19,7 @@ from torch.func import functional_call
 from torch.nn import Parameter
 
 from msrun.errors import ModelError
-from msrun.parallel.local import is_equal
+from msrun.parallel.local import is_equal, is_image, on_parts
 from msrun.parallel.losses.batch import StepBatch, input_names, map_leaves, tensors_in
 from msrun.parallel.losses.sample_watch import SampleWatch
 from msrun.parallel.losses.sequence_first import refusing_sequences_first
@@ -35,6 +35,7 @@ from msrun.parallel.torch_compat import (
     fake_mode,
     fake_tensors,
     is_fake,
+    reads_values,
     with_values,
     write_count,
 )
@@ -225,8 +226,38 @@ class Skeleton:
         """Yield inputs without values for the chunk `graph`, and what runs it on them."""
         vars(self._copy).update(constants)
         with fake_tensors(self._fake), torch.enable_grad():
-            values = [self._without_values(tensor) for tensor in inputs]
+            values = [
+                on_parts(x, self._without_values) if is_image(x) else self._without_values(x)
+                for x in inputs
+            ]
             yield values, partial(closing(program_of(self._copy, graph)), self._copy, *values)
+
+    def run(
+        self, graph: fx.Graph, inputs: Sequence[Tensor], constants: Mapping[str, Tensor]
+    ) -> Sequence[Any]:
+        """Return what the chunk `graph` yields for inputs, which may be parts of images.
+
+        Raises:
+            ModelError: It cannot run without values.
+        """
+        has_gradient = torch.is_grad_enabled()
+        try:
+            with (
+                self.running(graph, inputs, constants) as (_, run),
+                torch.set_grad_enabled(has_gradient),
+                PythonRandom.unchanged(),
+            ):
+                found: Sequence[Any] = run()
+        except Exception as error:  # noqa: BLE001 - the model's own code may raise anything
+            if not reads_values(error):
+                raise self._refusal(error) from None
+            line = where(traceback.extract_tb(error.__traceback__))
+            raise ModelError(
+                f"{STAGES}: what stages send of parts is found on tensors without values, and the "
+                f"model reads a value{line}",
+                hint="train without a pipeline, or without parts",
+            ) from None
+        return found
 
     def saved_bytes(
         self, graph: fx.Graph, inputs: Sequence[Tensor], constants: Mapping[str, Tensor]

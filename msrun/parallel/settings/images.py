@@ -4,8 +4,13 @@ from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
 
+from msrun.parallel.settings.grids import GRID_AXES
+from msrun.parallel.settings.plan_rules import PlanRule
+
 _DATA = "dp"
 _OTHERS = ("pp", "cp", "ep")
+# Styles of modules that compute on plain tensors alone.
+_STYLES = ("experts", "context", *GRID_AXES)
 
 Dims = Sequence[str | Sequence[str] | None]
 
@@ -16,6 +21,19 @@ def image_axes(data: Mapping[str, Dims]) -> tuple[str, ...]:
     for dims in data.values():
         found += [d for d in dims if isinstance(d, str) and d != _DATA and d not in found]
     return tuple(found)
+
+
+def without_parts(rules: Sequence[PlanRule | str]) -> dict[str, bool]:
+    """Return the paths of what rules say, and whether modules then compute on no part of images."""
+    found = {}
+    for index, rule in enumerate(rules):
+        if isinstance(rule, PlanRule):
+            found[f"plan[{index}].style: {rule.style}"] = rule.style in _STYLES
+            found[f"plan[{index}].rows"] = rule.rows is not None
+            # Numbers of parts of a batch, which ranks that share images are none of.
+            found[f"plan[{index}].strategy"] = rule.strategy is not None
+            found[f"plan[{index}].layout"] = rule.layout is not None
+    return found
 
 
 def check_data(data: Mapping[str, Dims]) -> None:

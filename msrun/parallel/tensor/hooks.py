@@ -80,10 +80,22 @@ from msrun.parallel.tensor.placements import (
 from msrun.parallel.tensor.plan import ModulePlan
 
 
-def apply(model: nn.Module, plans: Mapping[str, ModulePlan], mesh: DeviceMesh) -> Guard:
+def apply(
+    model: nn.Module,
+    plans: Mapping[str, ModulePlan],
+    mesh: DeviceMesh,
+    *,
+    guard: Guard | None = None,
+    around: Callable[[Any, str, ModulePlan], Any] = lambda hooks, *_: hooks,
+) -> Guard:
     """Make the planned modules of `model` compute on `mesh`, in place.
 
-    Every rank must have the same unsharded parameters.
+    Args:
+        model: Every rank must have the same unsharded parameters.
+        plans: By module.
+        mesh: Of the plans.
+        guard: Of the model; None makes one.
+        around: Returns the hooks of a planned module, for tensors that are no plain ones.
 
     Returns:
         The guard of the model, which must also be active in its loss and in recomputations.
@@ -95,7 +107,7 @@ def apply(model: nn.Module, plans: Mapping[str, ModulePlan], mesh: DeviceMesh) -
         torch_compat.join_axes(mesh[axes])
     # By identity, old and new: modules that share a parameter must share its DTensor.
     sharded: dict[int, Parameter] = {}
-    guard = Guard(mesh)
+    guard = guard or Guard(mesh)
     guard.followed = followed = Followed(guard)
     for name, plan in plans.items():
         module = model.get_submodule(name)
@@ -117,7 +129,7 @@ def apply(model: nn.Module, plans: Mapping[str, ModulePlan], mesh: DeviceMesh) -
         if plan.product is not None:
             out = WantedPlacement(plan.out, mesh, f"{plan.key}, output of {name}")
             module.forward = GridProduct(name, module, plan.product, mesh, out=out, guard=guard)
-        hooks = _Hooks(name, module, plan, mesh, followed)
+        hooks = around(_Hooks(name, module, plan, mesh, followed), name, plan)
         module.register_forward_pre_hook(hooks.before, with_kwargs=True)
         module.register_forward_hook(hooks.after)
     for name in _with_owners(plans):

@@ -117,7 +117,7 @@ def trained(config, make):
     if "mesh" in config:
         config = {**config, "data": data_of(make, config["mesh"])}
     with msrun.init(config) as rt:
-        model = rt.shard(build(make))
+        model = rt.shard(build(make), sample=batches(make)[0][:1])
         optimizer = rt.optimizer(torch.optim.AdamW(model.parameters(), lr=1e-2))
         ranks, rank = rt.layout.size("dp"), rt.coordinate.get("dp", 0)
         losses = []

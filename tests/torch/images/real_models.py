@@ -230,7 +230,7 @@ def trained(config, name):
     if "mesh" in config:
         config = {**config, "data": data_of(name, config["mesh"])}
     with msrun.init(config) as rt:
-        model = rt.shard(build(name))
+        model = rt.shard(build(name), sample=batches(name)[0][0])
         optimizer = rt.optimizer(torch.optim.SGD(model.parameters(), lr=1e-2))
         ranks, rank = rt.layout.size("dp"), rt.coordinate.get("dp", 0)
         losses = []

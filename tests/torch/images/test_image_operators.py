@@ -9,7 +9,7 @@ from ranks import run_warm
 
 import msrun
 from msrun.errors import ModelError
-from msrun.parallel.images.apply import ImageDims
+from msrun.parallel.images.division import ImageDims
 from msrun.parallel.images.image_tensor import gathered
 
 pytestmark = pytest.mark.torch

@@ -11,7 +11,7 @@ from signal_operators import CHANNELS, DTYPE, operators
 
 import msrun
 from msrun.errors import ModelError
-from msrun.parallel.images.apply import ImageDims
+from msrun.parallel.images.division import ImageDims
 from msrun.parallel.images.image_tensor import gathered
 
 pytestmark = pytest.mark.torch

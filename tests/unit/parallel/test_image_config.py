@@ -51,8 +51,28 @@ ON_A_MESH = [
         "parallel.verify does not know parts of images, of parallel.data over h",
     ),
     (
-        {**HEIGHT, "plan": ["auto_tp"], "mesh": {"h": 4, "tp": 2}},
-        "parallel.plan does not know parts of images, of parallel.data over h",
+        {
+            **HEIGHT,
+            "plan": [{"match": "*", "style": "2d", "axes": ["x", "y"]}],
+            "mesh": {"h": 2, "x": 2, "y": 2},
+        },
+        "parallel.plan[0].style: 2d does not know parts of images, of parallel.data over h",
+    ),
+    (
+        {
+            **HEIGHT,
+            "plan": [{"match": "table", "rows": [2, 3], "axis": "tp"}],
+            "mesh": {"h": 4, "tp": 2},
+        },
+        "parallel.plan[0].rows does not know parts of images, of parallel.data over h",
+    ),
+    (
+        {
+            **HEIGHT,
+            "plan": [{"match": "up", "strategy": [[1, 1], [2, 1]]}],
+            "mesh": {"h": 4, "tp": 2},
+        },
+        "parallel.plan[0].strategy does not know parts of images, of parallel.data over h",
     ),
     (
         {**HEIGHT, "mode": "auto"},
@@ -88,6 +108,12 @@ def test_ranks_that_share_images_are_data_parallel_ranks():
     assert layout.images == ("h", "w")
     assert plan_axes(layout) == ()
     assert tokens_as_data(layout).axes == {"dp": 8}
+
+
+def test_stages_have_ranks_that_share_images():
+    pipeline = {"stages": "auto", "microbatches": 2}
+    config = parse_config({**HEIGHT, "mesh": {"pp": 2, "h": 4}, "pipeline": pipeline})
+    assert tokens_as_data(resolve(config, 8)).axes == {"pp": 2, "dp": 4}
 
 
 def test_rows_are_divided_unless_there_are_fewer_than_ranks():

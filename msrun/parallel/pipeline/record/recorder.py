@@ -38,7 +38,13 @@ from msrun.parallel.pipeline.record.structure import (
 )
 from msrun.parallel.pipeline.record.values import known_value
 from msrun.parallel.pipeline.record.watch import restore_profile
-from msrun.parallel.torch_compat import is_fake, reads_values, with_values, write_count
+from msrun.parallel.torch_compat import (
+    GENERATED,
+    is_fake,
+    reads_values,
+    with_values,
+    write_count,
+)
 
 _TORCH = Path(torch.__file__).parent
 _OURS = Path(__file__).parents[3]
@@ -481,7 +487,8 @@ def _scripted(frame: FrameType | None) -> str:
 
 def _is_of_model(filename: str) -> bool:
     parents = Path(filename).parents
-    return _TORCH not in parents and _OURS not in parents
+    is_program = filename.startswith(GENERATED)  # of a chunk
+    return _TORCH not in parents and _OURS not in parents and not is_program
 
 
 def where(stack: traceback.StackSummary) -> str:
