@@ -22,7 +22,10 @@ from msrun.errors import ConfigError, UsageError
 from msrun.parallel.config import PIPELINE_AXIS, ROOT, ParallelConfig, Pipeline
 from msrun.parallel.pipeline.chunks import Chunks
 from msrun.parallel.pipeline.even_cut import leaves
+from msrun.parallel.pipeline.model import PipelineModel
 from msrun.parallel.pipeline.plan import plan_split
+from msrun.parallel.pipeline.tied import check_tables, find_ties
+from msrun.parallel.pipeline.tree import check_names
 from msrun.parallel.search.graph.program import Program
 from msrun.parallel.search.graph.repeat import find_blocks
 from msrun.parallel.search.mesh.job_layout import divisors
@@ -166,7 +169,9 @@ def _can_run(
             topology=None,
             pipeline=pipeline,
         )
-        plan_split(model, pipeline, len(starts), sample)
+        check_names(PipelineModel, model)
+        plan = plan_split(model, pipeline, len(starts), sample)
+        check_tables(model, plan, find_ties(plan), placed=())
     except (UsageError, ValueError):
         return False
     return True

@@ -17,6 +17,9 @@ from torch.nn import functional
 
 import msrun
 from msrun.errors import UsageError
+from msrun.parallel.auto.module_stages import possible_stages
+from msrun.parallel.auto.tracing.trace import trace
+from msrun.parallel.config_file import parse_config
 from msrun.parallel.local import local_part
 
 pytestmark = [
@@ -111,7 +114,9 @@ def check(found, want, rel=1e-9):
 @pytest.mark.parametrize(
     ("config", "share"),
     [
-        (auto(schedule="1f1b", optimizer={"zero": 1}, **AGAIN), 0.4),
+        pytest.param(
+            auto(schedule="1f1b", optimizer={"zero": 1}, **AGAIN), 0.4, marks=pytest.mark.slow
+        ),
         pytest.param(auto(schedule="gpipe", optimizer={"zero": 2}), 0.4, marks=pytest.mark.slow),
         (auto(schedule="zbv", optimizer={"zero": 2, "threshold": 600}, **AGAIN), 0.45),
         (auto(schedule="interleaved", optimizer={"zero": 3}, **AGAIN), 0.4),
@@ -157,6 +162,20 @@ def test_a_mesh_with_stages_is_found_for_them(tmp_path):
         assert runs % (2 * (STEPS - 1)) == 0
 
 
+def test_stages_that_the_runtime_cannot_run_are_not_looked_at():
+    net, batch = GPT(layers=4), tokens()
+    config = parse_config({"mode": "auto", "mesh": "auto", **AGAIN})
+    program = trace(net, batch).program
+    assert possible_stages(config, net, program, batch, 4) == {2, 4}
+    assert possible_stages(config, net, program, batch, 6) == {2}
+    net.blocks.register_forward_hook(lambda *_: None)
+    assert possible_stages(config, net, program, batch, 4) == set()
+    whole = Skips()
+    noise = torch.randn(8, LENGTH, WIDTH)
+    program = trace(whole, (batch[0], noise)).program
+    assert possible_stages(config, whole, program, (batch[0], noise), 4) == set()
+
+
 class Skips(nn.Module):
     """Nothing repeats; a value skips stages, weights are used by themselves, and one by nobody."""
 
@@ -173,10 +192,10 @@ class Skips(nn.Module):
         self.register_buffer("scale", torch.full((WIDTH,), 0.5))
 
     def forward(self, tokens, noise):
-        x = y = self.tokens(tokens) + noise
+        x = y = self.tokens(tokens) + noise * self.scale
         for layer in self.widths:
             y = functional.gelu(layer(y))[..., :WIDTH]
-        y = (self.block(y) + x + self.shift) * self.scale @ self.project.weight
+        y = (self.block(y) + x + self.shift) @ self.project.weight
         return self.head(y)
 
 

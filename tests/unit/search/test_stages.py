@@ -12,6 +12,7 @@ from programs import TINY, Draft
 
 from msrun.errors import UsageError
 from msrun.parallel.pipeline.chunks import Chunks
+from msrun.parallel.search.graph.axis_placement import RR
 from msrun.parallel.search.graph.operators import rule_of
 from msrun.parallel.search.graph.repeat import find_blocks
 from msrun.parallel.search.graph.rules import Site
@@ -228,3 +229,15 @@ def test_each_stage_has_the_inside_of_a_recomputed_block():
     # The first block also saves its input, which others get from the block before.
     assert exact <= second(own, own) <= exact + program.values[blocks.cuts[0]].nbytes
     assert second(own, None) < 0.99 * exact
+
+
+def test_what_is_made_of_samples_alone_stays_sharded_by_them():
+    """A buffer that all ranks have may be broadcast to it; statistics of a norm are of all."""
+    draft = Draft()
+    x, scale = draft.input(4, 8), draft.input(8)
+    scaled = draft.op("mul", (4, 8), self=x, other=scale)
+    norm = draft.op("batch_norm", (4, 8), input=x, running_mean=scale, attrs={"training": True})
+    program = draft.done(draft.linear(draft.add(scaled, norm), 8))
+    layouts = read(program)[1].layouts
+    found = {name: layouts[name].tolist() for name in (x, scale, scaled, norm)}
+    assert found == {x: [[0]], scale: [[RR]], scaled: [[0]], norm: [[RR]]}
