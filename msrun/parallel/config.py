@@ -408,10 +408,6 @@ class ParallelConfig(ConfigSection, frozen=True, kw_only=True):
         for key in ("pipeline", "batch_norm"):
             if key in _given(self) and (key != "pipeline" or self.mesh == "auto"):
                 raise ValueError(f"{key}: mode auto has none: the search decides")
-        if self.pipeline and self.decided:
-            raise ValueError(
-                f"{self.decided[0]}: stages of mode auto have none (leave out pipeline)"
-            )
         self._check_wishes()
         if self.memory is not None:
             msgspec.structs.force_setattr(self, "memory", _size(self, "memory"))

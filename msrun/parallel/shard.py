@@ -169,11 +169,16 @@ def shard_model(config: ParallelConfig, rank: Rank, model: nn.Module, sample: Sa
     host_tables.attach(model, resolved.placed, context.device)
     state = _make_parallel(context, model, resolved, originals, weights)
     watch_plain_tensors(plain, model)
-    if config.pipeline:
-        refuse_hooks(model.divided(), f"{ROOT}.pipeline: no stage calls %s as a whole")  # type: ignore[operator]
+    _refuse_hooks_of_divided(config, model)
     if context.world_size > 1:
         split_random_streams(context)
     return Sharded(model, state, context)
+
+
+def _refuse_hooks_of_divided(config: ParallelConfig, model: nn.Module) -> None:
+    """Refuse hooks of modules that stages divide."""
+    if config.pipeline:
+        refuse_hooks(model.divided(), f"{ROOT}.pipeline: no stage calls %s as a whole")  # type: ignore[operator]  # it is a stage
 
 
 def _cut(
@@ -266,8 +271,12 @@ def _shard_by_search(
         state.known = applied.known
         return Sharded(applied.model, state, applied.context)
     # The plan is equal to a configuration of the runtime, which runs it without the executor.
-    resolved = _resolve_plan(applied.config, applied.context, model)
+    config = applied.config
+    resolved = _resolve_plan(config, applied.context, model)
+    if config.pipeline:
+        model = _cut(applied.context, config.pipeline, model, sample, resolved)
     state = _make_parallel(applied.context, model, resolved, originals)
+    _refuse_hooks_of_divided(config, model)
     state.step_rngs = applied.step_rngs
     applied.finish()
     if applied.context.world_size > 1:

@@ -20,13 +20,14 @@ from msrun.parallel.auto.alternatives import in_any_mesh, in_mesh
 from msrun.parallel.auto.decided import (
     RuntimePlans,
     decided,
+    of_data_ranks,
     recomputes_blocks,
-    sharded_from,
     with_decisions,
 )
 from msrun.parallel.auto.executable import TracedBehaviour, check_outputs
 from msrun.parallel.auto.execute import Executor
 from msrun.parallel.auto.left_out import has_modules
+from msrun.parallel.auto.module_stages import ModuleStages, possible_stages
 from msrun.parallel.auto.modules import faster, names_modules, run_by
 from msrun.parallel.auto.named_modules import beside, topology_of
 from msrun.parallel.auto.native import configuration, return_means
@@ -60,7 +61,7 @@ from msrun.parallel.search.modules.job import ModuleSearch, SharedModules
 from msrun.parallel.search.plan.lowering import EXECUTOR, Lowering
 from msrun.parallel.search.plan.plan_io import check_model, choices_of
 from msrun.parallel.search.solve.build import Pin, build
-from msrun.parallel.search.solve.modes import MODES, search
+from msrun.parallel.search.solve.modes import MODES, SearchResult, search
 from msrun.parallel.search.solve.problem import Setting
 from msrun.parallel.search.solve.uses import Uses
 
@@ -162,6 +163,7 @@ class _Plan(NamedTuple):
         rules: Node -> its rule.
         lowering: The configuration that is equal to the plan, if there is one.
         behaviour: What an executor must find as it was; None with a lowering.
+        units: What stages of the runtime consist of; None without.
     """
 
     context: RankContext
@@ -172,6 +174,7 @@ class _Plan(NamedTuple):
     rules: dict[str, ShardingRule]
     lowering: Lowering | None
     behaviour: TracedBehaviour | None
+    units: ModuleStages | None
 
 
 def _find_plan(
@@ -203,19 +206,21 @@ def _find_plan(
     part = resized(sample, setting.batch // context.layout.size(DATA_AXIS))
     local = functools.cache(lambda: trace(model, part).program)
     others = in_mesh(config, _axes(context), traced, setting, local)
+    units = None
+    if chunks.count > 1 and decided(config):
+        units = ModuleStages(model, traced.program, chunks, answer.microbatches)
     complete = partial(_completed, config, context, model, traced, compare)
-    answer = complete(setting=setting, answer=answer, others=others)
+    answer = complete(setting=setting, answer=answer, others=others, units=units)
     if answer.modules:
         return answer
-    behaviour = None
-    plans = RuntimePlans(config, tuple(_axes(context)), traced, setting, local)
-    lowering = None
-    if chunks.count == 1 and not answer.recompute:
+    plans = RuntimePlans(config, tuple(_axes(context)), traced, setting, local, units=units)
+    behaviour = lowering = None
+    if (chunks.count == 1 or units) and not answer.recompute:
         check(traced.program)
         lowering = plans.lowering(answer.chosen)
     if lowering is None and decided(config):
         pins = partial(pins_of, config, context.layout, model, traced.program)
-        answer = agreed(partial(_search_runtime, plans, answer, pins), context)
+        answer = agreed(partial(plans.search, answer, pins), context)
         lowering = plans.lowering(answer.chosen)
     rules = plans.rules(answer.chosen)
     if lowering is None:
@@ -224,15 +229,7 @@ def _find_plan(
         behaviour = TracedBehaviour(
             model, traced, whole, forwards=answer.microbatches, stages=chunks.count
         )
-    return _Plan(context, chunks, setting, traced, answer, rules, lowering, behaviour)
-
-
-def _search_runtime(
-    plans: RuntimePlans, answer: PlanBroadcast, pins: Callable[[], Sequence[Pin]]
-) -> PlanBroadcast:
-    """Return the fastest plan that the runtime executes, with what the user has decided."""
-    plan = plans.search(pins)
-    return msgspec.structs.replace(answer, chosen=plan.chosen, recompute=False)
+    return _Plan(context, chunks, setting, traced, answer, rules, lowering, behaviour, units)
 
 
 @contextlib.contextmanager
@@ -273,8 +270,10 @@ def _run_natively(config: ParallelConfig, model: nn.Module, plan: _Plan) -> Appl
     context.print(f"{_MODE} runs on {lowering.name}")
     # A job that continues from the checkpoint under another plan needs their state.
     rngs = (StepRng(traced.program, _seed(context)),)
-    config = configuration(config, context.layout.axes, lowering, plan.answer.microbatches)
-    if context.layout.size(DATA_AXIS) == 1:
+    number = plan.answer.microbatches
+    pipeline = plan.units.pipeline(plan.answer.starts) if plan.units else None
+    config = configuration(config, context.layout.axes, lowering, number, pipeline)
+    if context.layout.size(DATA_AXIS) == 1 or pipeline:
         return Applied(model, context, rngs, config=config)
     finish = partial(return_means, model, traced, lowering, context.group(DATA_AXIS))
     return Applied(model, context, rngs, config=config, finish=finish)
@@ -343,15 +342,19 @@ def _choose_mesh(
     request = MeshRequest(
         programs=ProgramByBatch(small.program, large.program, SIZES),
         is_whole=bool(small.of_whole_batch),
-        is_decided=decided(config) is not None,
-        sharded_from=sharded_from(config.optimizer),
-        recompute=recomputes_blocks(config, small.program, model),
+        decided=of_data_ranks(config),
         topology=topology_of(config, rank),
         world=rank.world_size,
         batch=batch,
         mode=MODES[config.search or "exact"],
         limit=None if config.memory is None else float(config.memory),
     )
+    if decided(config):
+        request = msgspec.structs.replace(
+            request,
+            recompute=recomputes_blocks(config, small.program, model),
+            stages=partial(possible_stages, config, model, small.program, sample, rank.world_size),
+        )
     plan = partial(choose_mesh, request, time.perf_counter)
     find = partial(in_any_mesh(config, request, small).fastest, plan)
     best: ChosenMesh | Alternative | SharedModules
@@ -407,12 +410,13 @@ def _completed(
     setting: Setting,
     answer: PlanBroadcast,
     others: Alternatives,
+    units: ModuleStages | None,
 ) -> PlanBroadcast:
     """Return `answer` with the strategy of every node, and the first step of every chunk."""
     program, chunks = traced.program, _chunks(config, context, answer.microbatches)
     if answer.plan is None and not answer.chosen:
         pins = pins_of(config, context.layout, model, program)
-        find = partial(_search, config, traced, setting, chunks, pins)
+        find = partial(_search, config, traced, setting, chunks=chunks, pins=pins, units=units)
         if chunks.count == 1 and not pins:
             find = partial(_divided, others, find)
         if names_modules(config, context.layout, chunks.count):
@@ -431,21 +435,32 @@ def _completed(
 
 
 def _search(
-    config: ParallelConfig, traced: Traced, setting: Setting, chunks: Chunks, pins: Sequence[Pin]
+    config: ParallelConfig,
+    traced: Traced,
+    setting: Setting,
+    *,
+    chunks: Chunks,
+    pins: Sequence[Pin],
+    units: ModuleStages | None,
 ) -> PlanBroadcast:
-    mode = MODES[config.search or "exact"]
     limit = None if config.memory is None else float(config.memory)
+
+    def find(total: float | None) -> SearchResult:
+        mode = MODES[config.search or "exact"]
+        return search(traced.program, setting, mode=mode, pins=pins, limit=total)
+
     if chunks.count == 1:
-        plan = search(traced.program, setting, mode=mode, pins=pins, limit=limit)
+        plan = find(limit)
         return PlanBroadcast(chosen=plan.chosen, starts=[0], seconds=plan.seconds)
     staged = search_stages(
         traced.program,
         setting,
         traced.rules,
+        find,
         pace=paces(chunks, microbatches_of(config)),
-        mode=mode,
         pins=pins,
         limit=limit,
+        allowed=units.starts() if units else None,
     )
     return PlanBroadcast(chosen=staged.result.chosen, starts=staged.starts)
 

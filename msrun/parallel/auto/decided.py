@@ -1,32 +1,39 @@
 """What the user has decided beside `mode: auto`: `optimizer`, `recompute` and `reduce`.
 
 The search decides the rest for it.  ZeRO of the configuration fixes how parameters are stored over
-`dp`, recomputation of the repeated blocks what they save, so both count in time and memory.  What
-runs them is the ordinary runtime: the executor of mode auto gathers tensor by tensor and has no
-units, buckets or types of its own.  So the plan must be one that the runtime executes.  The fastest
-plan of all is taken if it is; else the fastest of those that are (`runtime_plans`).
+`dp`, and how often they are gathered and their gradients reduced; recomputation of the repeated
+blocks fixes what they save; a type of the reduction its bytes.  All of it counts in time and
+memory.  What runs them is the ordinary runtime: the executor of mode auto gathers tensor by tensor
+and has no units, buckets or types of its own.  So the plan must be one that the runtime executes,
+and its stages those of whole modules (`module_stages`).  The fastest plan of all is taken if it is;
+else the fastest of those that are (`runtime_plans`).
 """
 
 from __future__ import annotations
 
+import contextlib
 import math
 from collections.abc import Callable, Iterator, Mapping, Sequence
 
 import msgspec
+import torch
 from torch import nn
 
 from msrun.errors import ConfigError
+from msrun.parallel.auto.agreed import PlanBroadcast
+from msrun.parallel.auto.module_stages import ModuleStages
 from msrun.parallel.auto.tracing.trace import Traced
 from msrun.parallel.config import REST, ROOT, Optimizer, ParallelConfig
 from msrun.parallel.match import matching
 from msrun.parallel.search.graph.program import Program
 from msrun.parallel.search.graph.repeat import find_blocks
 from msrun.parallel.search.graph.rules import ShardingRule
+from msrun.parallel.search.mesh.stage_search import search_stages
 from msrun.parallel.search.plan.lowering import Lowering, Planned, UserDecisions, lower
 from msrun.parallel.search.plan.runtime_plans import search_runtime
 from msrun.parallel.search.solve.build import Pin, build
 from msrun.parallel.search.solve.modes import SearchResult
-from msrun.parallel.search.solve.problem import Setting, layout_nodes
+from msrun.parallel.search.solve.problem import DataParallelKeys, Setting, layout_nodes
 
 
 def decided(config: ParallelConfig) -> UserDecisions | None:
@@ -46,12 +53,22 @@ def with_decisions(
     """
     return msgspec.structs.replace(
         setting,
-        sharded_from=sharded_from(config.optimizer),
+        decided=of_data_ranks(config),
         recompute=recomputes_blocks(config, program, model),
     )
 
 
-def sharded_from(optimizer: Optimizer) -> float | None:
+def of_data_ranks(config: ParallelConfig) -> DataParallelKeys:
+    """Return what is decided for parameters and gradients over `dp`."""
+    dtype = config.reduce.dtype
+    return DataParallelKeys(
+        sharded_from=_sharded_from(config.optimizer),
+        level=config.optimizer.zero,
+        reduce_itemsize=getattr(torch, dtype).itemsize if dtype else None,
+    )
+
+
+def _sharded_from(optimizer: Optimizer) -> float | None:
     """Return the bytes from which parameters have sharded state; None if nothing is decided.
 
     Where fewer ranks than all of `dp` share a copy, a plan that counts none errs to more memory.
@@ -93,6 +110,7 @@ class RuntimePlans:
         traced: The model.
         setting: With these decisions.
         local: Returns the program for the samples of one rank.
+        units: What stages consist of; None without stages.
     """
 
     def __init__(
@@ -102,9 +120,12 @@ class RuntimePlans:
         traced: Traced,
         setting: Setting,
         local: Callable[[], Program],
+        *,
+        units: ModuleStages | None,
     ) -> None:
         self._config, self._axes, self.traced = config, axes, traced
         self._setting, self._local = setting, local
+        self._units = units
 
     def rules(self, chosen: Mapping[str, tuple[int, ...]]) -> dict[str, ShardingRule]:
         """Return the rule of every node of a plan."""
@@ -118,10 +139,11 @@ class RuntimePlans:
         )
         return lower(planned, self.traced.modules, self._local, decided(self._config))
 
-    def search(self, pins: Callable[[], Sequence[Pin]]) -> SearchResult:
-        """Return the fastest plan found that the runtime executes.
+    def search(self, answer: PlanBroadcast, pins: Callable[[], Sequence[Pin]]) -> PlanBroadcast:
+        """Return the fastest plan found that the runtime executes, with what was decided.
 
         Args:
+            answer: Mesh and micro-batches.
             pins: Returns the placements that the user has fixed.
 
         Raises:
@@ -130,29 +152,55 @@ class RuntimePlans:
         """
         if isinstance(self._config.plan, str):
             raise _refusal(self._config)
-        limit = None if self._config.memory is None else float(self._config.memory)
-        found: list[SearchResult] = []
-        for stored in self._stored():
-            plan = search_runtime(
-                self.traced.program,
-                msgspec.structs.replace(self._setting, sharded_from=stored),
-                self.traced.modules,
-                axes=self._axes,
-                pins=pins(),
-                limit=limit,
-            )
-            if plan is not None and self.lowering(plan.chosen) is not None:
-                found.append(plan)
+        found: list[tuple[SearchResult, list[int]]] = []
+        for decided in self._stored():
+            setting = msgspec.structs.replace(self._setting, decided=decided)
+            with contextlib.suppress(_NoPlanError):
+                plan, starts = self._fastest(setting, pins())
+                if self.lowering(plan.chosen) is not None:
+                    found.append((plan, starts))
         if not found:
             raise _refusal(self._config)
-        return min(found, key=lambda plan: plan.seconds)
+        plan, starts = min(found, key=lambda one: one[0].seconds)
+        return msgspec.structs.replace(answer, chosen=plan.chosen, starts=starts, recompute=False)
 
-    def _stored(self) -> Iterator[float | None]:
+    def _fastest(self, setting: Setting, pins: Sequence[Pin]) -> tuple[SearchResult, list[int]]:
+        program, limit = self.traced.program, self._config.memory
+
+        def find(total: float | None) -> SearchResult:
+            plan = search_runtime(
+                program, setting, self.traced.modules, axes=self._axes, pins=pins, limit=total
+            )
+            if plan is None:
+                raise _NoPlanError
+            return plan
+
+        within = None if limit is None else float(limit)
+        if self._units is None:
+            return find(within), [0]
+        staged = search_stages(
+            program,
+            setting,
+            self.traced.rules,
+            find,
+            pace=self._units.pace(),
+            pins=pins,
+            limit=within,
+            allowed=self._units.starts(),
+        )
+        return staged.result, staged.starts
+
+    def _stored(self) -> Iterator[DataParallelKeys]:
         """Yield what is decided, or else any mixture, nothing and everything of sharded state."""
-        yield self._setting.sharded_from
-        if self._setting.sharded_from is None:
-            yield math.inf
-            yield 0.0
+        decided = self._setting.decided
+        yield decided
+        if decided.sharded_from is None:
+            yield msgspec.structs.replace(decided, sharded_from=math.inf)
+            yield msgspec.structs.replace(decided, sharded_from=0.0)
+
+
+class _NoPlanError(Exception):
+    """The runtime executes no plan."""
 
 
 def _refusal(config: ParallelConfig) -> ConfigError:

@@ -17,7 +17,7 @@ from torch.nn import functional
 
 from msrun.parallel.auto.tracing.function_mode import FunctionMode
 from msrun.parallel.auto.tracing.trace import Traced
-from msrun.parallel.config import ParallelConfig
+from msrun.parallel.config import ParallelConfig, Pipeline
 from msrun.parallel.local import full_tensor
 from msrun.parallel.search.graph.program import Step
 from msrun.parallel.search.plan.lowering import Lowering
@@ -26,7 +26,11 @@ _BY_CLASS = (functional.cross_entropy, functional.nll_loss)
 
 
 def configuration(
-    config: ParallelConfig, mesh: dict[str, int], lowering: Lowering, microbatches: int
+    config: ParallelConfig,
+    mesh: dict[str, int],
+    lowering: Lowering,
+    microbatches: int,
+    pipeline: Pipeline | None = None,
 ) -> ParallelConfig:
     """Return the configuration with which the runtime executes a plan of mode auto."""
     return msgspec.structs.replace(
@@ -38,7 +42,8 @@ def configuration(
         topology=None,
         plan=lowering.rules,
         optimizer=lowering.optimizer,
-        accumulate=microbatches,
+        accumulate=1 if pipeline else microbatches,
+        pipeline=pipeline,
         dropout="local",
     )
 

@@ -25,7 +25,7 @@ from msrun.parallel.search.plan.cost_breakdown import axis_names, expanded
 from msrun.parallel.search.solve.eliminate import TooWideError
 from msrun.parallel.search.solve.memory import OutOfMemoryError
 from msrun.parallel.search.solve.modes import BlockNodes, Mode, search
-from msrun.parallel.search.solve.problem import Setting
+from msrun.parallel.search.solve.problem import DataParallelKeys, Setting
 
 # For layouts with stages, which are many on many ranks: the likely ones come first.
 _STAGES_SECONDS = 30.0
@@ -76,10 +76,9 @@ class MeshRequest(msgspec.Struct, frozen=True, kw_only=True):
         mode: As of `search`.
         limit: Bytes that a rank has; None is any.
         is_whole: Whether nothing may cut the batch or the model.
-        is_decided: Whether the user has decided something that stages do not have; then there are
-            none, and `recompute` holds.
-        sharded_from: As of `Setting`.
-        recompute: Whether repeated blocks are recomputed in any case.
+        decided: As of `Setting`.
+        recompute: Whether repeated blocks are recomputed; None is for the search to decide.
+        stages: Returns the numbers of pipeline stages that are looked at; None is any.
     """
 
     programs: ProgramByBatch
@@ -89,9 +88,9 @@ class MeshRequest(msgspec.Struct, frozen=True, kw_only=True):
     mode: Mode = "exact"
     limit: float | None = None
     is_whole: bool = False
-    is_decided: bool = False
-    sharded_from: float | None = None
-    recompute: bool = False
+    decided: DataParallelKeys = DataParallelKeys()
+    recompute: bool | None = None
+    stages: Callable[[], frozenset[int] | None] = lambda: None
 
     def of_modules(self) -> ModuleJob:
         """Return the same job, for techniques that divide whole modules."""
@@ -115,7 +114,7 @@ def choose_mesh(request: MeshRequest, clock: Callable[[], float]) -> ChosenMesh:
         OutOfMemoryError: No plan fits; it says what the smallest takes.
     """
     results = [*_without_stages(request)]
-    if not request.is_whole and not request.is_decided:
+    if not request.is_whole:
         results += _with_stages(request, clock)
     fitting = [one for one in results if isinstance(one, ChosenMesh)]
     if not fitting:
@@ -133,7 +132,7 @@ def _without_stages(request: MeshRequest) -> Iterator[ChosenMesh | float]:
         part = request.batch // number
         program = request.programs.at(part)
         again = (False, True) if find_blocks(program) else (False,)
-        if request.is_decided:
+        if request.recompute is not None:
             again = (request.recompute,)
         is_enough = False
         for mesh, recompute in product(candidates(request.world, part), again):
@@ -144,14 +143,14 @@ def _without_stages(request: MeshRequest) -> Iterator[ChosenMesh | float]:
                 batch=part,
                 rounds=number,
                 recompute=recompute,
-                sharded_from=request.sharded_from,
+                decided=request.decided,
             )
             try:
                 result = search(program, setting, mode=request.mode, limit=request.limit)
             except OutOfMemoryError as error:
                 yield error.least
                 continue
-            is_enough |= not recompute or request.is_decided
+            is_enough |= recompute in {False, request.recompute}
             yield ChosenMesh(
                 mesh=mesh,
                 microbatches=number,
@@ -180,6 +179,9 @@ def _with_stages(request: MeshRequest, clock: Callable[[], float]) -> Iterator[C
         batch=request.batch,
         limit=math.inf if request.limit is None else request.limit,
         is_training=True,
+        decided=request.decided,
+        recompute=request.recompute,
+        stages=request.stages(),
     )
     start = clock()
     try:

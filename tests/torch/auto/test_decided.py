@@ -15,7 +15,6 @@ from torch.nn import functional
 
 import msrun
 from msrun.errors import UsageError
-from msrun.parallel.config_file import parse_config
 from msrun.parallel.local import local_part
 
 pytestmark = pytest.mark.torch
@@ -140,14 +139,3 @@ def test_memory_that_no_plan_of_the_decisions_fits_is_refused():
     config = {"mode": "auto", "mesh": {"dp": 2}, "optimizer": {"zero": 1}, "memory": "4KiB"}
     for sentence in run_warm(refused, 2, config, Perceptron):
         assert sentence.startswith("parallel.memory: no plan fits; the smallest takes")
-
-
-def test_stages_have_no_decisions():
-    config = {
-        "mode": "auto",
-        "mesh": {"pp": 2, "dp": 2},
-        "pipeline": {"stages": "auto", "microbatches": 2},
-        **AGAIN,
-    }
-    with pytest.raises(UsageError, match="recompute: stages of mode auto have none"):
-        parse_config(config)

@@ -216,14 +216,6 @@ def test_rendering_reads_back():
             "parallel.memory: plan.json is a plan already, so nothing is searched",
         ),
         (
-            {
-                "mode": "auto",
-                "optimizer": {"zero": 1},
-                "pipeline": {"stages": "auto", "microbatches": 2},
-            },
-            "parallel.optimizer: stages of mode auto have none (leave out pipeline)",
-        ),
-        (
             {"mode": "auto", "batch_norm": "local"},
             "parallel.batch_norm: mode auto has none: the search decides",
         ),

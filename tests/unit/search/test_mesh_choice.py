@@ -13,7 +13,7 @@ from msrun.parallel.search.graph.program import ProgramByBatch
 from msrun.parallel.search.mesh_choice import MeshRequest, candidates, choose_mesh
 from msrun.parallel.search.solve.memory import OutOfMemoryError
 from msrun.parallel.search.solve.modes import search
-from msrun.parallel.search.solve.problem import Setting
+from msrun.parallel.search.solve.problem import DataParallelKeys, Setting
 
 
 def made(batch, layers=3):
@@ -23,6 +23,8 @@ def made(batch, layers=3):
 # Three blocks, which four ranks do not divide; and four, which they may.
 PROGRAMS = ProgramByBatch(made(2), made(6), (2, 6))
 FOUR = ProgramByBatch(made(2, layers=4), made(6, layers=4), (2, 6))
+
+ONCE, EACH = (DataParallelKeys(sharded_from=0.0, level=level) for level in (1, 3))
 
 
 def everything(limit, number=1):
@@ -109,6 +111,20 @@ def test_stages_are_taken_where_they_are_faster():
     assert chosen(programs=FOUR, world=1, batch=8).mesh == {"dp": 1}
     # A batch of one sample has no micro-batches for stages to share.
     assert "pp" not in chosen(programs=FOUR, world=4, batch=1).mesh
+
+
+def test_stages_are_limited_to_those_that_can_run_and_keep_what_is_decided():
+    asked = {"programs": FOUR, "world": 4, "batch": 8}
+    only = chosen(**asked, stages=lambda: frozenset({2}))
+    assert only.mesh["pp"] == 2
+    assert "pp" not in chosen(**asked, stages=frozenset).mesh
+    for recompute in (False, True):
+        found = chosen(**asked, recompute=recompute, limit=only.memory * 2)
+        assert found.recompute == recompute
+        assert "pp" in found.mesh
+    # Gathering in every pass makes more ranks with other samples dearer.
+    each = chosen(**asked, stages=lambda: frozenset({2}), decided=EACH)
+    assert each.seconds > chosen(**asked, stages=lambda: frozenset({2}), decided=ONCE).seconds
 
 
 def test_a_mesh_of_stages_divides_the_samples_of_a_micro_batch():

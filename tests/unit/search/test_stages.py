@@ -2,14 +2,17 @@
 
 from __future__ import annotations
 
+from functools import partial
 from itertools import pairwise
 
+import msgspec
 import programs
 import pytest
 from programs import TINY, Draft
 
 from msrun.errors import UsageError
 from msrun.parallel.pipeline.chunks import Chunks
+from msrun.parallel.search.graph.axis_placement import RR
 from msrun.parallel.search.graph.operators import rule_of
 from msrun.parallel.search.graph.repeat import find_blocks
 from msrun.parallel.search.graph.rules import Site
@@ -24,7 +27,7 @@ from msrun.parallel.search.mesh.stages import (
 )
 from msrun.parallel.search.solve.build import build
 from msrun.parallel.search.solve.memory import OutOfMemoryError
-from msrun.parallel.search.solve.modes import indices
+from msrun.parallel.search.solve.modes import indices, search
 from msrun.parallel.search.solve.problem import Setting, layout_node
 from msrun.parallel.search.solve.uses import Uses
 
@@ -112,11 +115,16 @@ def test_equal_blocks_are_divided_equally_or_not_at_all():
 PACE = [Pace(stage=0, live=2), Pace(stage=1, live=1)]
 
 
+def fastest(program, limit):
+    return search(program, SETTING, limit=limit)
+
+
 def test_a_stage_of_several_parts_takes_what_they_do_together():
     program = programs.transformer(4, batch=4, length=4, width=8, heads=2)
     rules, _ = read(program)
-    two = search_stages(program, SETTING, rules, pace=PACE)
-    one = search_stages(program, SETTING, rules, pace=[Pace(stage=0, live=1)] * 2)
+    find = partial(fastest, program)
+    two = search_stages(program, SETTING, rules, find, pace=PACE)
+    one = search_stages(program, SETTING, rules, find, pace=[Pace(stage=0, live=1)] * 2)
     assert one.memory == pytest.approx(one.result.memory)
     assert two.memory < one.memory
 
@@ -147,7 +155,8 @@ def test_the_largest_stage_fits_or_its_bytes_are_told():
     rules, _ = read(program)
 
     def found(limit):
-        return search_stages(program, SETTING, rules, pace=PACE, limit=limit)
+        find = partial(fastest, program)
+        return search_stages(program, SETTING, rules, find, pace=PACE, limit=limit)
 
     free = found(None)
     assert len(free.starts) == 2
@@ -186,3 +195,49 @@ def test_copies_lie_where_they_are_read_as_often_as_micro_batches_are_alive_ther
     assert found(300, 2) == 1280 + 640 + 128 + 300 * (64 + 64)
     together = largest_stage_memory(problem, chosen, parts, [Pace(stage=0, live=3)] * 2)
     assert together == problem.in_flight(3).memory(chosen)
+
+
+def test_stages_begin_where_they_may():
+    program = programs.transformer(4, batch=4, length=4, width=8, heads=2)
+    rules, _ = read(program)
+    find = partial(fastest, program)
+    (_, free) = search_stages(program, SETTING, rules, find, pace=PACE).starts
+    allowed = {at for at in range(len(program.steps)) if abs(at - free) > 1}
+    (_, other) = search_stages(program, SETTING, rules, find, pace=PACE, allowed=allowed).starts
+    assert other in allowed
+    with pytest.raises(UsageError, match="fewer places to cut at"):
+        search_stages(program, SETTING, rules, find, pace=PACE, allowed=())
+
+
+def test_each_stage_has_the_inside_of_a_recomputed_block():
+    program = programs.transformer(4, batch=4, length=4, width=8, heads=2)
+    again = msgspec.structs.replace(SETTING, recompute=True)
+    blocks = find_blocks(program)
+    own = blocks.block_of(program)
+    # One block stands for all of them, whichever it is.
+    other = {name: (number + 2) % 4 for name, number in own.items()}
+    chosen = search(program, again).chosen
+    parts = divide(program, read(program)[1], cut_between_blocks(blocks, 2, "key"))
+
+    def second(block_of, counted):
+        problem = build(program, again, cuts=blocks.cuts, block_of=block_of)
+        pace = [Pace(stage=0, live=1), Pace(stage=1, live=50)]
+        return largest_stage_memory(problem, indices(problem, chosen), parts, pace, counted)
+
+    exact = second(other, None)
+    assert second(other, other) == exact
+    # The first block also saves its input, which others get from the block before.
+    assert exact <= second(own, own) <= exact + program.values[blocks.cuts[0]].nbytes
+    assert second(own, None) < 0.99 * exact
+
+
+def test_what_is_made_of_samples_alone_stays_sharded_by_them():
+    """A buffer that all ranks have may be broadcast to it; statistics of a norm are of all."""
+    draft = Draft()
+    x, scale = draft.input(4, 8), draft.input(8)
+    scaled = draft.op("mul", (4, 8), self=x, other=scale)
+    norm = draft.op("batch_norm", (4, 8), input=x, running_mean=scale, attrs={"training": True})
+    program = draft.done(draft.linear(draft.add(scaled, norm), 8))
+    layouts = read(program)[1].layouts
+    found = {name: layouts[name].tolist() for name in (x, scale, scaled, norm)}
+    assert found == {x: [[0]], scale: [[RR]], scaled: [[0]], norm: [[RR]]}

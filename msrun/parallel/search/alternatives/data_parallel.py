@@ -14,7 +14,7 @@ from msrun.parallel.search.plan.cost_breakdown import rules_of
 from msrun.parallel.search.plan.lowering import Modules, Planned, lower
 from msrun.parallel.search.plan.runtime_plans import search_runtime
 from msrun.parallel.search.solve.build import build
-from msrun.parallel.search.solve.problem import Setting, layout_nodes
+from msrun.parallel.search.solve.problem import DataParallelKeys, Setting, layout_nodes
 
 
 def is_data_parallel(
@@ -36,7 +36,10 @@ def is_data_parallel(
     if ranks == 1:
         return True
     whole = msgspec.structs.replace(
-        setting, sizes=(ranks,), data_axes=frozenset({0}), sharded_from=math.inf
+        setting,
+        sizes=(ranks,),
+        data_axes=frozenset({0}),
+        decided=DataParallelKeys(sharded_from=math.inf),
     )
     axes = (DATA_AXIS,)
     plan = search_runtime(program, whole, modules, axes=axes)

@@ -14,6 +14,7 @@ import msgspec
 from msrun.parallel.search.cost.topology import Topology
 from msrun.parallel.search.graph.program import ProgramByBatch
 from msrun.parallel.search.graph.repeat import Blocks
+from msrun.parallel.search.solve.problem import DataParallelKeys
 
 _AXIS_MAX = 64
 _THIRD_AXIS_MAX = 16
@@ -37,6 +38,9 @@ class SearchedJob(msgspec.Struct, frozen=True, kw_only=True):
         named: Stages and mesh of a stage, where they are given.
         data_axes: Axes of these whose ranks get different samples.
         is_whole: Whether nothing may cut the batch or the model: see `Program.of_whole_batch`.
+        decided: As of `Setting`.
+        recompute: Whether blocks save only their input; None is for the search to decide.
+        stages: Numbers of stages that are looked at; None is any.
     """
 
     programs: ProgramByBatch
@@ -51,6 +55,9 @@ class SearchedJob(msgspec.Struct, frozen=True, kw_only=True):
     named: tuple[int, tuple[int, ...]] | None = None
     data_axes: frozenset[int] = frozenset()
     is_whole: bool = False
+    decided: DataParallelKeys = DataParallelKeys()
+    recompute: bool | None = None
+    stages: frozenset[int] | None = None
 
     def data(self) -> frozenset[int]:
         """Return the axes whose ranks get different samples."""
@@ -113,6 +120,7 @@ def groups(job: SearchedJob) -> list[tuple[int, tuple[int, ...]]]:
         (stages, sizes)
         for stages in divisors(math.gcd(job.count, job.world))[job.is_training :]
         if stages <= job.batch and (stages == 1 or not job.is_whole)
+        if job.stages is None or stages in job.stages
         for sizes in (shapes, data_shapes)[job.is_training](job.world // stages)
     ]
 
@@ -127,7 +135,7 @@ def layouts(job: SearchedJob, stages: int, sizes: tuple[int, ...]) -> list[JobLa
         JobLayout(stages=stages, sizes=sizes, microbatches=number, recompute=recompute)
         for number in divisors(job.batch)
         if stages <= number <= most and job.batch // number % ranks == 0
-        for recompute in (False, True)
+        for recompute in ((False, True) if job.recompute is None else (job.recompute,))
     ]
 
 

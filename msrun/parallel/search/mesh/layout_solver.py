@@ -95,6 +95,7 @@ class LayoutSolver:
             state_bytes=job.state_bytes,
             data_axes=job.data(),
             batch=job.batch // layout.microbatches if job.is_training or job.named else 0,
+            decided=job.decided,
         )
         problem = build(
             program, setting, cuts=job.blocks.cuts, block_of=inside, redistribution=redistribution

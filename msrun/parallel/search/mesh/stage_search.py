@@ -2,16 +2,17 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Collection, Mapping, Sequence
 
 import msgspec
 
 from msrun.parallel.search.graph.program import Program
+from msrun.parallel.search.graph.repeat import find_blocks
 from msrun.parallel.search.graph.rules import ShardingRule
 from msrun.parallel.search.mesh.stages import Pace, cut_evenly, divide, largest_stage_memory
 from msrun.parallel.search.solve.build import Pin, build
 from msrun.parallel.search.solve.memory import OutOfMemoryError
-from msrun.parallel.search.solve.modes import Mode, SearchResult, indices, search
+from msrun.parallel.search.solve.modes import SearchResult, indices
 from msrun.parallel.search.solve.problem import Setting, layout_nodes
 from msrun.parallel.search.solve.uses import Uses
 
@@ -37,11 +38,12 @@ def search_stages(
     program: Program,
     setting: Setting,
     rules: Mapping[str, ShardingRule],
+    find: Callable[[float | None], SearchResult],
     *,
     pace: Sequence[Pace],
-    mode: Mode = "exact",
     pins: Sequence[Pin] = (),
     limit: float | None = None,
+    allowed: Collection[int] | None = None,
 ) -> PipelinePlan:
     """Return the plan that is fastest over all stages together, cut where they take equally long.
 
@@ -51,10 +53,11 @@ def search_stages(
         program: The forward pass of a micro-batch.
         setting: Of the mesh of one stage.
         rules: Of each step.
+        find: Returns the fastest plan of all stages together within so many bytes; None is any.
         pace: How the schedule runs each part; there is one for each.
-        mode: As of `search`.
-        pins: Placements that the user has fixed.
+        pins: Placements that the user has fixed, which `find` knows.
         limit: Bytes that a rank has; None is any.
+        allowed: As of `cut_evenly`.
 
     Raises:
         ConfigError: No strategy has a placement that the user has fixed, or there are too few
@@ -62,20 +65,22 @@ def search_stages(
         OutOfMemoryError: No plan fits.
     """
     uses = Uses(program, setting, rules)
+    blocks = find_blocks(program) if setting.recompute else None
+    inside = blocks.block_of(program) if blocks else {}
 
     def attempt(total: float | None) -> PipelinePlan:
-        result = search(program, setting, mode=mode, pins=pins, limit=total)
-        problem = build(program, setting, cuts=layout_nodes(result.chosen), pins=pins)
+        result = find(total)
+        cuts = blocks.cuts if blocks else layout_nodes(result.chosen)
+        problem = build(program, setting, cuts=cuts, block_of=inside, pins=pins)
         chosen = indices(problem, result.chosen)
         seconds = {
             node.name: float(node.seconds[at]) / setting.rounds
             for node, at in zip(problem.nodes, chosen, strict=True)
         }
-        starts = cut_evenly(program, uses, seconds, setting, len(pace))
+        starts = cut_evenly(program, uses, seconds, setting, len(pace), allowed=allowed)
         parts = divide(program, uses, starts)
-        return PipelinePlan(
-            result=result, starts=starts, memory=largest_stage_memory(problem, chosen, parts, pace)
-        )
+        memory = largest_stage_memory(problem, chosen, parts, pace, inside)
+        return PipelinePlan(result=result, starts=starts, memory=memory)
 
     plan = attempt(None)
     while limit is not None and plan.memory > limit:

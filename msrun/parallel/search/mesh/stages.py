@@ -180,6 +180,8 @@ def cut_evenly(
     seconds: Mapping[str, float],
     setting: Setting,
     stages: int,
+    *,
+    allowed: Collection[int] | None = None,
 ) -> list[int]:
     """Return the first step of each stage where the slowest takes least, within `_SLACK`.
 
@@ -191,6 +193,7 @@ def cut_evenly(
         seconds: Step -> seconds of one micro-batch.
         setting: Of the mesh of one stage, whose ranks share what is sent.
         stages: At least 2.
+        allowed: Steps that a stage may begin with; None is any.
 
     Raises:
         ConfigError: There are too few steps to cut between.
@@ -199,7 +202,8 @@ def cut_evenly(
     steps = program.steps
     done = np.cumsum([0.0, *(seconds.get(step.name, 0.0) for step in steps)])
     count = np.cumsum([0, *(runs(step, uses) for step in steps)])
-    inner = [at for at in range(1, len(steps)) if crossing[at]]
+    every = range(1, len(steps))
+    inner = [at for at in every if crossing[at] and (allowed is None or at in allowed)]
     inner = sorted(sorted(inner, key=lambda at: crossing[at])[:_PLACES_MAX])
     places = np.array([0, *inner, len(steps)])
     wire, ranks = setting.topology.across, math.prod(setting.sizes)
@@ -261,31 +265,53 @@ def _crossing(program: Program, uses: Uses) -> list[int]:
 
 
 def largest_stage_memory(
-    problem: Problem, chosen: Sequence[int], parts: Sequence[Part], pace: Sequence[Pace]
+    problem: Problem,
+    chosen: Sequence[int],
+    parts: Sequence[Part],
+    pace: Sequence[Pace],
+    block_of: Mapping[str, int] | None = None,
 ) -> float:
     """Return the bytes on a rank of the largest stage.
 
-    A copy that a consumer saves is in the consumer's stage.
+    A copy that a consumer saves is in the consumer's stage.  The inside of one recomputed block,
+    which the first block has for all of them, is in every stage that runs steps of blocks.
 
     Args:
         problem: Of the whole program.
         chosen: Strategy of each node.
         parts: Of the program.
         pace: Of each part.
+        block_of: Step -> number of its block, where blocks are recomputed.
     """
     memory = dict.fromkeys((one.stage for one in pace), 0.0)
+    inside = 0.0
+    first = {name for name, number in (block_of or {}).items() if number == 0}
     places = _places(parts)
     lives = [_live(places.get(_name(node), {len(parts) - 1}), pace) for node in problem.nodes]
     for node, strategy, live in zip(problem.nodes, chosen, lives, strict=True):
         for stage, batches in live.items():
             more = (batches - 1) * float(node.microbatch_memory[strategy])
             memory[stage] += float(node.memory[strategy]) + more
+        if _name(node) in first:
+            inside += float(node.memory[strategy] - node.microbatch_memory[strategy])
     for edge in problem.edges:
         if edge.memory is not None:
             nbytes = float(edge.memory[chosen[edge.source], chosen[edge.target]])
             for stage, batches in lives[edge.target].items():
                 memory[stage] += nbytes * (batches if edge.is_per_microbatch else 1)
+            if _name(problem.nodes[edge.target]) in first and not edge.is_per_microbatch:
+                inside += nbytes
+    has_blocks, has_first = (
+        {one.stage for one, part in zip(pace, parts, strict=True) if names & _runs_of(part)}
+        for names in (set(block_of or ()), first)
+    )
+    for stage in has_blocks - has_first:
+        memory[stage] += inside
     return max(memory.values())
+
+
+def _runs_of(part: Part) -> set[str]:
+    return {step.name for step in part.steps}
 
 
 def _places(parts: Sequence[Part]) -> dict[str, set[int]]:

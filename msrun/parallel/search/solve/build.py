@@ -195,6 +195,7 @@ class _Builder:
             trained=self._trained,
             cuts=cuts,
             recomputed=self._recomputed,
+            keeps_params=setting.decided.keeps_gathered,
         )
         self._producers: dict[str, tuple[int, int]] = {}
         self._tables: dict[Key, tuple[IntArray, NodeCosts]] = {}
@@ -290,7 +291,7 @@ class _Builder:
 
     def _stored(self, value: Value, *, is_trained: bool) -> int | None:
         """Return the code of a parameter over data axes, where the caller has decided."""
-        least = self._setting.sharded_from
+        least = self._setting.decided.sharded_from
         if least is None:
             return None
         return RZ if is_trained and value.shape and value.nbytes >= least else RR
@@ -315,7 +316,8 @@ class _Builder:
     ) -> NodeCosts:
         """Return the costs of a parameter: its update, and the bytes of it and its state.
 
-        Where the state is sharded flat, the ranks gather what each of them updated.
+        Where the state is sharded flat, the ranks gather what each of them updated: once, or in
+        every forward and backward pass.
         """
         setting, topology = self._setting, self._setting.topology
         codes = np.array([choice.outs[0] for choice in rule.choices])[rows]
@@ -324,10 +326,11 @@ class _Builder:
             return np.zeros(len(rows)), value.nbytes / shards, np.zeros(len(rows))
         # With sharded state each rank updates its share alone, though the parameter is replicated.
         updated = parts(is_sharded(codes) | (codes == RZ), setting.sizes)
-        memory: FloatArray = (
-            value.count
-            * (2 * value.itemsize + setting.state_bytes)
-            / stored_parts(value.shape, codes, setting.sizes)
+        stored = stored_parts(value.shape, codes, setting.sizes)
+        is_whole = setting.decided.has_whole_gradients and setting.rounds > 1
+        memory: FloatArray = value.count * (
+            (value.itemsize + setting.state_bytes) / stored
+            + value.itemsize / (shards if is_whole else stored)
         )
         # The optimizer reads and writes parameter and state; its arithmetic is free beside that.
         touched = 2 * (value.itemsize + setting.state_bytes)
@@ -337,6 +340,8 @@ class _Builder:
         start = self._redistribution.seconds(flat, replicated, 0.0)[:, 0]
         rate = self._redistribution.seconds(flat, replicated, 1.0)[:, 0] - start
         gathered = start + rate * value.nbytes / shards
+        if setting.decided.gathers_each:
+            gathered *= 2 * setting.rounds
         return seconds + gathered * (1 - topology.overlap), memory, np.zeros(len(rows))
 
     def _add_step(self, step: Step) -> None:
@@ -493,17 +498,26 @@ class _Builder:
         """Return how often a step redistributes `value`, and its gradient.
 
         A stored parameter is gathered for each micro-batch, and saved until its backward pass; its
-        gradient is reduced once a step.
+        gradient is reduced once a step.  Levels of ZeRO that the caller has chosen differ.
         """
         setting = self._setting
         has_gradient = value in self._trained
         recomputes = target.name in self._recomputed
         if source.kind == "param":
             visible = 1 - setting.topology.overlap
-            return setting.rounds * (1 + recomputes) * visible, (visible if has_gradient else 0.0)
+            reductions = self._reductions(value) if has_gradient else 0.0
+            return setting.rounds * (1 + recomputes) * visible, reductions * visible
         # The layout node of a parameter hands on one gradient a step, as the parameter does.
         backward = 1 if value in self._program.params else setting.rounds
         return float(setting.rounds * (1 + recomputes)), float(backward if has_gradient else 0)
+
+    def _reductions(self, value: str) -> float:
+        """Return how often a step reduces the gradient of a parameter, in its own type."""
+        tensor, decided = self._program.values[value], self._setting.decided
+        is_trained = value in self._trained
+        is_each = decided.reduces_each and self._stored(tensor, is_trained=is_trained) == RZ
+        times = float(self._setting.rounds) if is_each else 1.0
+        return times * (decided.reduce_itemsize or tensor.itemsize) / tensor.itemsize
 
 
 class _CostFunction(Protocol):

@@ -28,6 +28,8 @@ from msrun.parallel.search.graph.axis_placement import RZ, FloatArray, IntArray,
 from msrun.parallel.search.graph.rules import Choice, ShardingRule
 from msrun.parallel.search.graph.views import DimMap
 
+# The level of ZeRO that releases parameters after each pass.
+_RELEASES = 3
 # Nodes that choose the layout of a value have the value's name behind this.
 _LAYOUT_NODE = "layout:"
 
@@ -74,6 +76,42 @@ class Exchange(msgspec.Struct, frozen=True, kw_only=True):
     backward_times: float
 
 
+class DataParallelKeys(msgspec.Struct, frozen=True, kw_only=True):
+    """What the caller has decided for parameters and gradients over `data_axes`.
+
+    Args:
+        sharded_from: Parameters of at least so many bytes have their state sharded, the others are
+            replicated; None is for the search to decide.
+        level: Of ZeRO (see `data_parallel.zero`), which says how often a parameter whose state is
+            sharded is gathered, and its gradient reduced; 0 is for the search to decide.
+        reduce_itemsize: Bytes of an element of a gradient that is reduced; None is its own.
+    """
+
+    sharded_from: float | None = None
+    level: int = 0
+    reduce_itemsize: int | None = None
+
+    @property
+    def has_whole_gradients(self) -> bool:
+        """Whether gradients of several micro-batches accumulate before they are sharded."""
+        return self.level == 1
+
+    @property
+    def keeps_gathered(self) -> bool:
+        """Whether gathered parameters stay until the last backward pass of a step."""
+        return 0 < self.level < _RELEASES
+
+    @property
+    def reduces_each(self) -> bool:
+        """Whether the gradients of every micro-batch are reduced."""
+        return self.level > 1
+
+    @property
+    def gathers_each(self) -> bool:
+        """Whether parameters are gathered for every forward and every backward pass."""
+        return self.level == _RELEASES
+
+
 class Setting(msgspec.Struct, frozen=True, kw_only=True):
     """What a plan is made for.
 
@@ -87,9 +125,7 @@ class Setting(msgspec.Struct, frozen=True, kw_only=True):
         recompute: Whether repeated blocks save only their input.
         state_bytes: Of the optimizer, for each element of a parameter.
         training: Whether there is a backward pass.
-        sharded_from: Where the caller has decided: parameters of at least so many bytes have their
-            state sharded over `data_axes`, the others are replicated there; None is for the search
-            to decide.
+        decided: By the caller.
     """
 
     sizes: tuple[int, ...]
@@ -100,7 +136,7 @@ class Setting(msgspec.Struct, frozen=True, kw_only=True):
     recompute: bool = False
     state_bytes: int = 12
     training: bool = True
-    sharded_from: float | None = None
+    decided: DataParallelKeys = DataParallelKeys()
 
     def redistribution_costs(self) -> RedistributionCosts:
         """Return the costs of redistribution."""

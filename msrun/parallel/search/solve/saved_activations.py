@@ -82,6 +82,7 @@ class SavedActivations:
         trained: Values that have a gradient.
         cuts: Values between repeated blocks.
         recomputed: Step whose values are computed again -> number of its block.
+        keeps_params: Whether parameters that a recomputed block has gathered stay after its passes.
     """
 
     def __init__(
@@ -93,9 +94,11 @@ class SavedActivations:
         trained: Collection[str],
         cuts: Collection[str],
         recomputed: Mapping[str, int],
+        keeps_params: bool = False,
     ) -> None:
         self._program, self._rules, self._uses = program, rules, uses
         self._trained, self._cuts, self._recomputed = trained, cuts, recomputed
+        self._keeps_params = keeps_params
         self._producers = {name: step.name for step in program.steps for name in step.outputs}
 
     def has_layout_node(self, value: str) -> bool:
@@ -153,10 +156,11 @@ class SavedActivations:
             consumer = step.name if is_copy else None
         if consumer is None or value not in self._trained:
             return NOT_SAVED
-        if consumer in self._recomputed:
+        is_param = value not in self._producers
+        if consumer in self._recomputed and not (is_param and self._keeps_params):
             return Retention(self._recomputed[consumer] == 0, is_per_microbatch=False)
         # A gathered parameter is the same for all micro-batches.
-        return Retention(is_saved=True, is_per_microbatch=value in self._producers)
+        return Retention(is_saved=True, is_per_microbatch=not is_param)
 
     def _savers(self, value: str) -> list[Step]:
         """Return the operators that save `value` as an input."""

@@ -19,11 +19,14 @@ from collections.abc import Mapping
 import msgspec
 import numpy as np
 
-from msrun.parallel.search.graph.axis_placement import PR, RR, IntArray
+from msrun.parallel.search.graph.axis_placement import PR, RP, RR, IntArray
 from msrun.parallel.search.graph.program import Program, Step
 from msrun.parallel.search.graph.rules import ShardingRule, Site
 from msrun.parallel.search.graph.views import DimMap, dim_map
 from msrun.parallel.search.solve.problem import Setting
+
+# What divides samples sums its statistics over ranks, which nothing does for a constant.
+_BY_ALL_SAMPLES = "batch_norm"
 
 
 class Use(msgspec.Struct, frozen=True):
@@ -113,9 +116,15 @@ class Uses:
             self.layouts[step.outputs[0]] = np.array([codes])
             return
         # The choice that reads the inputs as they are, on each axis; partial sums are not wanted.
+        # Constants have no gradient, so one that is replicated may be broadcast to shards.
         by_ins = {choice.ins: choice.outs for choice in self._rules[step.name].choices}
+        broadcast = {
+            tuple(RR if code == RP else code for code in ins): outs for ins, outs in by_ins.items()
+        }
+        by_ins = broadcast | by_ins
         outs_of = [by_ins.get(tuple(codes[m] for codes in given)) for m in axes]
         fits = bool(given) and all(outs is not None and PR not in outs for outs in outs_of)
+        fits &= step.packet != _BY_ALL_SAMPLES
         for port, name in enumerate(step.outputs):
             row = [outs[port] if fits and outs else RR for outs in outs_of]
             self.layouts[name] = np.array([row])
