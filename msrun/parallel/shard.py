@@ -631,13 +631,17 @@ def _change_modules(
     if config.float8:
         names = [name for name in resolved.float8 if name in own]
         float8.apply(model, names, config.float8, context.device)
+    forwards: dict[str, compiled.CompiledForward] = {}
     if config.compile:
         names = [name for name in resolved.compiled if name in own]
         mode = config.compile.mode
-        compiled.apply(model, names, mode, switch, apart=_apart(sequences), guard=guard)
+        apart = _apart(sequences)
+        forwards = compiled.apply(model, names, mode, switch, apart=apart, guard=guard)
     if config.recompute:
         recomputed = [name for name in resolved.recomputed if name in own]
-        recompute.apply(model, recomputed, config.recompute.save, partial(entered, inside))
+        context_inside = partial(entered, inside)
+        alone = {} if inside or sequences else forwards  # they need no context
+        recompute.apply(model, recomputed, config.recompute.save, context_inside, alone)
         if config.pipeline:
             model.keeps_results = bool(config.recompute.save)  # type: ignore[assignment]
     return guard, experts
