@@ -639,9 +639,10 @@ def _change_modules(
         forwards = compiled.apply(model, names, mode, switch, apart=apart, guard=guard)
     if config.recompute:
         recomputed = [name for name in resolved.recomputed if name in own]
-        context_inside = partial(entered, inside)
-        alone = {} if inside or sequences else forwards  # they need no context
-        recompute.apply(model, recomputed, config.recompute.save, context_inside, alone)
+        # Of what else is inside, functions of norms are in the graph that the compiler makes.
+        has_modes = guard or sequences or config.dropout == "exact"
+        graphs = {} if has_modes else forwards
+        recompute.apply(model, recomputed, config.recompute.save, partial(entered, inside), graphs)
         if config.pipeline:
             model.keeps_results = bool(config.recompute.save)  # type: ignore[assignment]
     return guard, experts

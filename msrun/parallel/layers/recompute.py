@@ -107,7 +107,7 @@ def apply(
         names: Names of modules, none inside another.
         save: As in `config.Recompute.save`.
         context: Context that the modules must run in, also in the backward pass.
-        compiled: Compiled forwards that need no context, by name.
+        compiled: Compiled forwards that may recompute without `context`, by name.
     """
     options: dict[str, Any] = {"use_reentrant": False}
     if save:
