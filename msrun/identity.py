@@ -30,11 +30,12 @@ _LOOPBACK = "127.0.0.1"
 # Below the ports that Linux hands out by itself, so that few programs are there by chance.
 _PORT_FIRST = 20_000
 _PORTS = 12_000
+# Patterns are compiled where there is an Open MPI: every rank imports this module.
 # `711983104.0;tcp://192.0.2.2,192.0.2.3:44735;tcp6://[2001:db8::2]:34151`
-_OPEN_MPI_4_ADDRESS = re.compile(r"[^;]*;tcp6?://(?:\[([0-9A-Fa-f.:]+)|([0-9.]+)).*")
+_OPEN_MPI_4_ADDRESS = r"[^;]*;tcp6?://(?:\[([0-9A-Fa-f.:]+)|([0-9.]+)).*"
 # `prterun-node0-19570@1` has node and process of mpirun, whose own daemon is number 0.
-_OPEN_MPI_5_HOST = re.compile(r"prte(?:run)?-(.+)-[0-9]+@[0-9]+")
-_OPEN_MPI_5_DAEMON = re.compile(r"[^;]*@0\.0;.*")
+_OPEN_MPI_5_HOST = r"prte(?:run)?-(.+)-[0-9]+@[0-9]+"
+_OPEN_MPI_5_DAEMON = r"[^;]*@0\.0;.*"
 
 
 class Hand(enum.StrEnum):
@@ -267,11 +268,11 @@ def _of_open_mpi(env: Mapping[str, str]) -> tuple[str, str]:
     """Return the node of mpirun, which is that of rank 0 unless rank 0 knows better."""
     name, uri = env.get("PMIX_NAMESPACE", ""), env.get("OMPI_MCA_orte_hnp_uri", "")
     if uri:
-        match = _OPEN_MPI_4_ADDRESS.fullmatch(uri)
+        match = re.fullmatch(_OPEN_MPI_4_ADDRESS, uri)
         is_there = env.get("OMPI_MCA_orte_local_daemon_uri") == uri
     else:
-        match = _OPEN_MPI_5_HOST.fullmatch(name)
-        is_there = bool(_OPEN_MPI_5_DAEMON.fullmatch(env.get("PMIX_SERVER_URI41", "")))
+        match = re.fullmatch(_OPEN_MPI_5_HOST, name)
+        is_there = bool(re.fullmatch(_OPEN_MPI_5_DAEMON, env.get("PMIX_SERVER_URI41", "")))
     host = next(filter(None, match.groups())) if match else ""
     has_others = env.get("OMPI_COMM_WORLD_LOCAL_SIZE") != env["OMPI_COMM_WORLD_SIZE"]
     if host and has_others and not is_there and env["OMPI_COMM_WORLD_RANK"] == "0":

@@ -3,14 +3,17 @@
 The features of the runtime take a `RankContext` and the configuration instead of the `Runtime`, so
 that none of them depends on the others, and a test can make a context without `msrun.init`.  With
 `mesh: auto` the first model decides the mesh: until then there is only a `Rank`.
+
+Every rank imports this module, so its values are structs of msgspec: Python takes ten times as long
+to make a dataclass.
 """
 
 from __future__ import annotations
 
 import weakref
 from collections.abc import Iterable, Mapping, Sequence
-from dataclasses import dataclass, field, replace
 
+import msgspec
 import torch
 import torch.distributed as dist
 from torch import Tensor
@@ -23,8 +26,7 @@ from msrun.parallel.notation.mesh_layout import EXPERT_AXIS, MeshLayout
 from msrun.parallel.settings.plan_rules import CONTEXT_AXIS
 
 
-@dataclass(frozen=True, slots=True)
-class EpochEnd:
+class EpochEnd(msgspec.Struct, frozen=True):
     """The last batch of the loader in use, which is known before the first.
 
     Attributes:
@@ -38,8 +40,7 @@ class EpochEnd:
     most: int
 
 
-@dataclass(slots=True, eq=False)
-class LoaderUse:
+class LoaderUse(msgspec.Struct, eq=False):
     """One loop over a loader; others may run inside of it, such as an evaluation.
 
     Attributes:
@@ -60,8 +61,7 @@ class LoaderUse:
     end: EpochEnd | None = None
 
 
-@dataclass(slots=True)
-class BatchWeight:
+class BatchWeight(msgspec.Struct, eq=False):
     """Weight of this rank's current batch in a mean over the job; shared by loader and step.
 
     Attributes:
@@ -74,7 +74,7 @@ class BatchWeight:
     parts: int = 1
     is_whole: bool = False
     scale: float = 1.0
-    uses: list[LoaderUse] = field(default_factory=list)
+    uses: list[LoaderUse] = msgspec.field(default_factory=list)
 
     @property
     def current(self) -> LoaderUse:
@@ -130,8 +130,7 @@ class BatchWeight:
             )
 
 
-@dataclass(frozen=True, slots=True, kw_only=True, eq=False)
-class Rank:
+class Rank(msgspec.Struct, frozen=True, kw_only=True, eq=False):
     """One rank whose mesh is not known yet, since `mesh: auto` chooses it with the first model.
 
     Attributes:
@@ -205,8 +204,7 @@ class Rank:
         return bytes(sent.tolist())
 
 
-@dataclass(frozen=True, slots=True, kw_only=True, eq=False)
-class SequenceRanks:
+class SequenceRanks(msgspec.Struct, frozen=True, kw_only=True, eq=False):
     """The ranks that share each sequence, which the runtime counts as data-parallel ranks.
 
     Attributes:
@@ -227,8 +225,7 @@ class SequenceRanks:
         return self.group.size()
 
 
-@dataclass(frozen=True, slots=True, kw_only=True, eq=False)
-class ImageRanks:
+class ImageRanks(msgspec.Struct, frozen=True, kw_only=True, eq=False):
     """The ranks that share each image, which the runtime counts as data-parallel ranks.
 
     They have equal samples, losses and random numbers.
@@ -242,8 +239,7 @@ class ImageRanks:
     mesh: DeviceMesh
 
 
-@dataclass(frozen=True, slots=True, kw_only=True, eq=False)
-class RankContext(Rank):
+class RankContext(Rank, frozen=True, kw_only=True, eq=False):
     """One rank on its mesh, as `Rank.place` makes it.
 
     Attributes:
@@ -270,7 +266,9 @@ class RankContext(Rank):
         inside = self.sequence or self.images
         if inside is None:
             return self
-        return replace(self, layout=inside.layout, mesh=inside.mesh, sequence=None, images=None)
+        return msgspec.structs.replace(
+            self, layout=inside.layout, mesh=inside.mesh, sequence=None, images=None
+        )
 
     @property
     def of_samples(self) -> RankContext:

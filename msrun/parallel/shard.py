@@ -640,13 +640,18 @@ def _change_modules(
     if config.float8:
         names = [name for name in resolved.float8 if name in own]
         float8.apply(model, names, config.float8, context.device)
+    forwards: dict[str, compiled.CompiledForward] = {}
     if config.compile:
         names = [name for name in resolved.compiled if name in own]
         mode = config.compile.mode
-        compiled.apply(model, names, mode, switch, apart=_apart(sequences), guard=guard)
+        apart = _apart(sequences)
+        forwards = compiled.apply(model, names, mode, switch, apart=apart, guard=guard)
     if config.recompute:
         recomputed = [name for name in resolved.recomputed if name in own]
-        recompute.apply(model, recomputed, config.recompute.save, partial(entered, inside))
+        # Of what else is inside, functions of norms are in the graph that the compiler makes.
+        has_modes = guard or sequences or config.dropout == "exact"
+        graphs = {} if has_modes else forwards
+        recompute.apply(model, recomputed, config.recompute.save, partial(entered, inside), graphs)
         if config.pipeline:
             model.keeps_results = bool(config.recompute.save)  # type: ignore[assignment]
     return guard, experts

@@ -1669,7 +1669,9 @@ def has_global_hooks() -> bool:
 def is_of_compiler(error: BaseException) -> bool:
     """Return whether the compiler raised `error`: it cannot follow what it was to compile."""
     exc = sys.modules.get("torch._dynamo.exc")
-    return exc is not None and isinstance(error, exc.TorchDynamoException)
+    if exc is None:
+        return False
+    return isinstance(error, exc.TorchDynamoException | exc.FailOnRecompileLimitHit)
 
 
 def breaks_graph(error: BaseException) -> bool:

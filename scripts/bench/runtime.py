@@ -49,6 +49,7 @@ import torch
 import torch.distributed as dist
 from torch import Tensor, nn
 from torch.distributed._functional_collectives import all_to_all_single_autograd
+from torch.distributed.algorithms._checkpoint.checkpoint_wrapper import checkpoint_wrapper
 from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
 from torch.distributed.fsdp import fully_shard
 from torch.distributed.pipelining import PipelineStage, Schedule1F1B
@@ -59,7 +60,6 @@ from torch.distributed.tensor.parallel import (
     parallelize_module,
 )
 from torch.nn.parallel import DistributedDataParallel
-from torch.utils.checkpoint import checkpoint
 
 import msrun
 import msrun.parallel.runtime  # as msrun's own parent of all ranks has it
@@ -303,6 +303,7 @@ def _load_example(name: str) -> ModuleType:
     if spec is None or spec.loader is None:
         raise SystemExit(f"examples/{name}.py is not there")
     module: Any = importlib.util.module_from_spec(spec)
+    sys.modules[name] = module  # where the compiler looks for it
     spec.loader.exec_module(module)
     module.WIDTH = 256
     return module  # type: ignore[no-any-return]
@@ -455,10 +456,10 @@ def _plain(name: str, lm: Any) -> Step:
 
 
 def _compile_layers(model: Any, *, is_recomputed: bool) -> None:
-    for layer in model.layers:
+    for index, layer in enumerate(model.layers):
         if is_recomputed:
-            layer.forward = functools.partial(checkpoint, layer.forward, use_reentrant=False)
-        layer.compile()
+            layer = model.layers[index] = checkpoint_wrapper(layer)  # noqa: PLW2901
+        layer.compile(fullgraph=True)  # otherwise what is not followed would run uncompiled
 
 
 def _share_out_experts(model: Any, lm: Any) -> None:

@@ -422,6 +422,7 @@ def test_a_function_is_compiled_to_one_graph_that_is_looked_at():
     assert not breaks_graph(ValueError())
     assert is_of_reader(caught.value)
     assert not is_of_reader(ValueError())
+    assert is_of_compiler(torch._dynamo.exc.FailOnRecompileLimitHit())
 
     def refuse(_):
         raise ValueError("no such graph")

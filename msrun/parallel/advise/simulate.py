@@ -234,7 +234,7 @@ def simulate(
             computing, again = division.apply(net)
             traffic = on_host.apply(net)
             if recomputed:
-                recompute.apply(net, recomputed, [], again)
+                recompute.apply(net, recomputed, [], again, {})
             live.watch(net, leaf_tensors(inputs))
             with live.counted(), computing():
                 args, named = division.part(net, inputs)

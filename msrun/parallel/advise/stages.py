@@ -81,7 +81,7 @@ def stages_of(
     modes = dict.fromkeys(plan.opened, True)
     recording = recordings.find(inputs, modes, samples // microbatches)
     if recomputed:
-        recompute.apply(recordings.whole, recomputed, [], contextlib.nullcontext)
+        recompute.apply(recordings.whole, recomputed, [], contextlib.nullcontext, {})
     passes = [
         _pass(plan, recording, inputs, chunk, is_last=chunk == count - 1) for chunk in range(count)
     ]

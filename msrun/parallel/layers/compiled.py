@@ -1,11 +1,12 @@
 """`compile`: modules whose forward `torch.compile` compiles, each for itself.
 
 Only `forward` is compiled, so that names, hooks and parameters stay.  Around it is what the
-compiler could not follow: hooks that gather parameters, and recomputation, which runs the compiled
-forward again.  In the first step, which is watched for what mixes samples, it runs as it was.  With
-rules of a plan inside, or an input that ranks share, it is compiled with the guard
-(`tensor.compiled`).  On parts of sequences it runs apart from what follows functions of the model
-(`context.apart`).
+compiler could not follow, such as hooks that gather parameters.  A module that also recomputes is
+compiled with its recomputation, so that the second run computes what gradients need alone; if the
+compiler does not follow that, the compiled forward runs again.  In the first step, which is watched
+for what mixes samples, it runs as it was.  With rules of a plan inside, or an input that ranks
+share, it is compiled with the guard (`tensor.compiled`).  On parts of sequences it runs apart from
+what follows functions of the model (`context.apart`).
 """
 
 from __future__ import annotations
@@ -202,8 +203,8 @@ def apply(
     *,
     apart: Callable[[str, nn.Module], Apart] | None,
     guard: Guard | None,
-) -> None:
-    """Compile the modules called `names`, in place.
+) -> dict[str, CompiledForward]:
+    """Compile the modules called `names`, in place; return their forwards by name.
 
     Args:
         model: The model.
@@ -218,13 +219,15 @@ def apply(
         from msrun.parallel.tensor.compiled.forward import Compiler, FollowedForward
 
         compiler = Compiler(guard.followed, mode)
+    forwards: dict[str, CompiledForward] = {}
     for name in names:
         module = model.get_submodule(name)
         from_rest = apart(name, module) if apart else None
         forward = CompiledForward(name, module.forward, mode, switch, from_rest)
         if compiler:
             forward.followed = FollowedForward(name, module, compiler)
-        module.forward = forward
+        module.forward = forwards[name] = forward
+    return forwards
 
 
 class CompiledForward:
@@ -239,9 +242,11 @@ class CompiledForward:
 
     Attributes:
         followed: Runs it compiled where it gets or has divided tensors; None without a plan.
+        is_followed_again: Whether the compiler may try to follow the recomputation too.
     """
 
     followed: FollowedForward | None = None
+    is_followed_again = False
 
     def __init__(
         self,
@@ -254,6 +259,7 @@ class CompiledForward:
         self.__wrapped__ = forward  # `inspect.signature` follows it
         self._name, self._mode, self._switch, self._apart = name, mode, switch, apart
         self._run = self._compiled()
+        self._run_again: Callable[..., Any] | None = None
 
     def _compiled(self) -> Callable[..., Any]:
         if self._apart:
@@ -261,11 +267,12 @@ class CompiledForward:
         return torch.compile(self.__wrapped__, mode=self._mode)
 
     def __getstate__(self) -> dict[str, Any]:
-        return {name: value for name, value in vars(self).items() if name != "_run"}
+        made = ("_run", "_run_again")
+        return {name: value for name, value in vars(self).items() if name not in made}
 
     def __setstate__(self, state: dict[str, Any]) -> None:
         vars(self).update(state)
-        self._run = self._compiled()
+        self._run, self._run_again = self._compiled(), None
 
     def __call__(self, *args: Any, **kwargs: Any) -> Any:
         """Return what the forward returns.
@@ -293,6 +300,31 @@ class CompiledForward:
         running = self._apart.running() if self._apart else contextlib.nullcontext()
         with torch_compat.compiled_again(), running:
             return self._run(*args, **kwargs)
+
+    def recomputing(self, otherwise: Callable[[], Any], /, *args: Any, **kwargs: Any) -> Any:
+        """Return what the forward returns, from a graph whose gradient computes it again.
+
+        Args:
+            otherwise: Recomputes without the compiler, where it does not follow that.
+            args: Of the forward.
+            kwargs: Of the forward.
+        """
+        is_plain = not any(is_image(x) or is_sharded(x) for x in tensors_in((args, kwargs)))
+        if not self.is_followed_again or self._switch.is_off or not is_plain:
+            return otherwise()
+        if self._run_again is None:
+            again = recompute.again(self.__wrapped__)
+            self._run_again = torch.compile(again, mode=self._mode, fullgraph=True)
+        try:
+            with torch_compat.compiled_again():
+                return self._run_again(*args, **kwargs)
+        except Exception as error:
+            # Nothing has run yet.  A count of calls is not followed, for one, since the second run
+            # would count again.
+            if not torch_compat.is_of_compiler(error):
+                raise
+        self.is_followed_again = False
+        return otherwise()
 
 
 def _is_inside(name: str, other: str) -> bool:

@@ -40,7 +40,7 @@ import inspect
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from functools import partial, update_wrapper
-from typing import Any
+from typing import Any, Protocol
 
 import torch
 from torch import Tensor, nn
@@ -84,7 +84,22 @@ def find(settings: Recompute, modules: Sequence[str]) -> list[str]:
     ]
 
 
-def apply(model: nn.Module, names: Iterable[str], save: Sequence[str], context: Context) -> None:
+class Compiled(Protocol):
+    """The compiled forward of a module; see `layers.compiled`."""
+
+    is_followed_again: bool
+
+    def recomputing(self, otherwise: Callable[[], Any], /, *args: Any, **kwargs: Any) -> Any:
+        """Return what the forward returns; `otherwise` recomputes without the compiler."""
+
+
+def apply(
+    model: nn.Module,
+    names: Iterable[str],
+    save: Sequence[str],
+    context: Context,
+    compiled: Mapping[str, Compiled],
+) -> None:
     """Have the modules called `names` recompute, in place.
 
     Args:
@@ -92,6 +107,7 @@ def apply(model: nn.Module, names: Iterable[str], save: Sequence[str], context: 
         names: Names of modules, none inside another.
         save: As in `config.Recompute.save`.
         context: Context that the modules must run in, also in the backward pass.
+        compiled: Compiled forwards that may recompute without `context`, by name.
     """
     options: dict[str, Any] = {"use_reentrant": False}
     if save:
@@ -103,6 +119,9 @@ def apply(model: nn.Module, names: Iterable[str], save: Sequence[str], context: 
         caches = {key: at for at, key in enumerate(names) if key in _CACHES}
         forward = module.forward
         plain = PlainState(module)
+        # The compiler would write buffers a second time.
+        if name in compiled and not any(True for _ in module.buffers()):
+            compiled[name].is_followed_again = True
         changed = partial(_forward, module, name, forward, (context, options, caches, plain))
         # Where the signature of the forward is looked for.
         module.forward = update_wrapper(changed, forward)
@@ -132,11 +151,15 @@ def _forward(
         args, kwargs = _without_caches(caches, args, kwargs)
     given = [(tensor, write_count(tensor)) for tensor in tensors_in([args, kwargs])]
     frozen = [(p, key, write_count(p)) for key, p in module.named_parameters() if _is_frozen(p)]
-    named = partial(forward, **kwargs)  # of which torch may have options of the same names
-    label = name or type(module).__name__
-    state = _Buffers(module), _FirstPlaces(module), plain.of_call()
-    run = partial(_run, label, state, named, context)
-    result = checkpoint(run, *args, **options)
+
+    def by_torch() -> Any:
+        named = partial(forward, **kwargs)  # of which torch may have options of the same names
+        label = name or type(module).__name__
+        state = _Buffers(module), _FirstPlaces(module), plain.of_call()
+        return checkpoint(partial(_run, label, state, named, context), *args, **options)
+
+    recomputing = getattr(forward, "recomputing", None)  # of what is compiled
+    result = recomputing(by_torch, *args, **kwargs) if recomputing else by_torch()
     if any(write_count(tensor) != count for tensor, count in given):
         raise ModelError(
             f"{ROOT}.recompute: {name or type(module).__name__} writes its input in place, and a "
@@ -151,6 +174,15 @@ def _forward(
                 hint="write it between steps, or leave the module out of recompute.modules",
             )
     return result
+
+
+def again(forward: Callable[..., Any]) -> Callable[..., Any]:
+    """Return `forward` with its recomputation, as the compiler follows it."""
+
+    def recomputed(*args: Any, **kwargs: Any) -> Any:
+        return checkpoint(partial(forward, **kwargs), *args, use_reentrant=False)
+
+    return recomputed
 
 
 def _is_frozen(param: Tensor) -> bool:

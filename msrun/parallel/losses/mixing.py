@@ -47,7 +47,7 @@ _SCATTERING |= {"index_reduce_", "scatter_reduce", "scatter_reduce_", "segment_r
 _OF_ALL = frozenset(["cov", "corrcoef", "pdist", "svd", "svdvals", "qr", "pinv", "lstsq"])
 _OF_ALL |= {"eigh", "eigvalsh", "eig", "eigvals", "inv", "slogdet", "cholesky", "matrix_exp"}
 # Those of which `columns` says more than nothing.
-COLUMN_FUNCTIONS = _MEANS | _SUMS | _OPAQUE | _OF_ALL
+_COLUMN_FUNCTIONS = _MEANS | _SUMS | _OPAQUE | _OF_ALL
 _PRODUCTS = frozenset(["matmul", "mm", "__matmul__", "__rmatmul__", "inner", "einsum"])
 # Their result takes places from an argument, and no pair of samples.
 _PLACING = frozenset(["__getitem__", "expand", "expand_as", "broadcast_to", "repeat", "new_zeros"])
@@ -115,7 +115,7 @@ def columns(name: str, args: Sequence[Any], kwargs: Mapping[str, Any], samples: 
         samples: Samples of this part of the batch.
     """
     x = args[0] if args else kwargs.get("input")
-    if not isinstance(x, Tensor) or not x.dim():
+    if name not in _COLUMN_FUNCTIONS or not isinstance(x, Tensor) or not x.dim():
         return ""
     length = len(x)
     # Rows may be tokens of all samples.

@@ -22,7 +22,7 @@ from torch import Tensor
 from torch.nn import Parameter
 
 from msrun.parallel.losses.calls.torch_losses import LOSSES
-from msrun.parallel.losses.mixing import COLUMN_FUNCTIONS, columns
+from msrun.parallel.losses.mixing import columns
 from msrun.parallel.losses.terms import NO_LIMIT, Term
 
 # Attributes of tensors with a row for each row of the batch, and of what torch's losses of them
@@ -87,7 +87,7 @@ class BatchRows:
         """Note what has rows of the result of a function that got `rows`."""
         if name in _LOSSES or (name in _REDUCING and not result.dim()):  # not each leaves a term
             self._note_loss(result)
-        if name in COLUMN_FUNCTIONS and columns(name, args, kwargs, rows):
+        if columns(name, args, kwargs, rows):
             self._note_loss(result)  # what comes of it is of all rows, as a loss is
             return
         for tensor in result if isinstance(result, tuple | list) else (result,):

@@ -215,8 +215,7 @@ class LossWatch(LinkedTerms):
             kind = columns(name, args, kwargs, self._samples)
             kind = scattered(name, args, kwargs, result, self._samples) or kind
             kind = "sum" if sums_rows(name, args, kwargs, self._has_rows) else kind
-        shown = torch_calls.over_samples(name)
-        shape = tuple(tensors[0].shape)
+        shown, shape = "", tuple(tensors[0].shape)
         if name == "__getitem__" and -1 in sources and hasattr(args[1], _ORDER):
             kind, shown = "opaque", "samples in a random order"
         if self._samples == 1 and -1 in sources and moves_samples(name, args, kwargs):
@@ -225,7 +224,7 @@ class LossWatch(LinkedTerms):
             kind, shown = "opaque", f"pairs of samples ({name})"
         for tensor in tensors if kind else ():
             term = Term(
-                name=shown,
+                name=shown or torch_calls.over_samples(name),
                 total=tensor,
                 is_opaque=kind == "opaque",
                 elements=torch_calls.tensors_of(args)[0].numel() if kind == "sum" else 0,

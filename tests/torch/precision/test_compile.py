@@ -213,3 +213,59 @@ def refused(config, kind):
 )
 def test_what_the_compiler_cannot_follow_is_refused(config, kind, sentence):
     assert run_warm(refused, 2, config, kind) == 2 * [sentence]
+
+
+class Wide(nn.Module):
+    """A layer whose last product no gradient needs again."""
+
+    def __init__(self):
+        super().__init__()
+        self.up, self.down = nn.Linear(4, 8), nn.Linear(8, 4)
+
+    def forward(self, x, *, scale=1):
+        return self.down(functional.dropout(functional.gelu(self.up(x)), 0.5)) * scale
+
+
+class Keeping(Wide):
+    def forward(self, x, *, scale=1):
+        self.last = x.detach()
+        return super().forward(x, scale=scale)
+
+
+class Buffered(Wide):
+    def __init__(self):
+        super().__init__()
+        self.register_buffer("calls", torch.zeros(()))
+
+    def forward(self, x, *, scale=1):
+        self.calls += 1
+        return super().forward(x, scale=scale)
+
+
+def recomputed(kind):
+    """Return the products of a step, the calls, and the gradient beside that of the same mask."""
+    torch._dynamo.reset()
+    rt = msrun.init({"compile": {"modules": ["layer"]}, "recompute": {"modules": ["layer"]}})
+    torch.manual_seed(0)
+    model = rt.shard(nn.ModuleDict({"layer": kind()}))
+    x = torch.ones(BATCH, 4)
+    for _ in range(2):  # compiles
+        model["layer"](x, scale=2).sum().backward()
+    with torch.profiler.profile() as profile:
+        model.zero_grad()
+        out = model["layer"](x, scale=2)
+        out.sum().backward()
+    counts = {event.key: event.count for event in profile.key_averages()}
+    layer = model["layer"]
+    # The sum is linear in the last weight: what the gradient sees is the mask of the output.
+    of_output = (out / 2 - layer.down.bias).sum()
+    of_gradient = (layer.down.weight * layer.down.weight.grad).sum() / 2
+    torch.testing.assert_close(of_output, of_gradient)
+    return counts["aten::addmm"], int(getattr(layer, "calls", 0))
+
+
+@pytest.mark.parametrize(
+    ("kind", "products", "calls"), [(Wide, 3, 0), (Keeping, 4, 0), (Buffered, 4, 3)]
+)
+def test_a_compiled_module_recomputes_what_its_gradients_need(kind, products, calls):
+    assert run_warm(recomputed, 1, kind) == [(products, calls)]
