@@ -99,7 +99,8 @@ class JoinNotes:
         own = sorted(
             name
             for name, param in model.named_parameters()
-            if param in suspects and (self.losses or _is_zero(local_gradient(param)))
+            if (shard := shards.get(param, param)) in suspects
+            and (self.losses or _is_zero(local_gradient(shard)))
         )
         is_plain, filled = not self.losses, sorted(self.zeros())
         self.begin()
@@ -108,8 +109,9 @@ class JoinNotes:
         unsure = names & set().union(*(behind for behind, _ in of_ranks))
         if unsure and is_plain:
             raise _refusal(sorted(unsure))
-        for name in names:
-            model.get_parameter(name).grad = None
+        for name in names:  # parameters may still be gathered, as between micro-batches
+            param = model.get_parameter(name)
+            shards.get(param, param).grad = None
 
 
 class Notes(Protocol):

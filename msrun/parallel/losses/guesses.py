@@ -23,6 +23,7 @@ from msrun.parallel.torch_compat import function_of, passes_straight
 _MOVING = frozenset(["repeat", "tile", "repeat_interleave"])
 _MOVING |= {"index_select", "gather", "take_along_dim", "unfold", "ravel", "rot90", "diag_embed"}
 _MOVING |= {"hstack", "vstack", "dstack", "column_stack", "row_stack"}
+_REPEATING = frozenset(["repeat", "tile"])
 # They put values of samples that were chosen by a mask or indices to where these samples are.
 PUTTING_BACK = frozenset(["__setitem__", "index_add", "index_copy", "index_put", "index_reduce"])
 PUTTING_BACK |= {"masked_scatter", "scatter", "scatter_add", "scatter_reduce"}
@@ -40,7 +41,10 @@ def guess(result: Tensor, marks: Sequence[Mark], samples: int, name: str = "") -
     statistic = next((mark.statistic for mark in marks if mark.statistic), "")
     if statistic and name not in _MOVING:
         return Mixture(statistic)  # the function may well not be linear
-    dim = _dim_of(result.shape, {mark.dim for mark in marks if mark.dim is not None}, samples)
+    before = {mark.dim for mark in marks if mark.dim is not None}
+    if name in _REPEATING and any(result.shape[dim] > samples for dim in before):
+        return Mark(None)  # the batch several times: its samples are no longer side by side
+    dim = _dim_of(result.shape, before, samples)
     if dim is None:
         return Mark(None, statistic) if statistic else None
     orders = {mark.order for mark in marks if mark.dim is not None}

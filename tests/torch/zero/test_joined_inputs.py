@@ -1,5 +1,7 @@
 """Under ZeRO, what the loss of a step does not depend on has no gradient, as in one process."""
 
+import contextlib
+
 import pytest
 import torch
 from ranks import assert_equal_curves, run_warm
@@ -120,3 +122,51 @@ def test_a_plain_loop_without_a_use_is_refused():
     )
 
     assert run_warm(refused, 2, "never") == [sentence] * 2
+
+
+class Spare(nn.Module):
+    """Has a layer that it leaves out in some steps."""
+
+    is_used = True
+
+    def __init__(self):
+        super().__init__()
+        self.spare, self.last = nn.Linear(WIDTH, WIDTH), nn.Linear(WIDTH, WIDTH)
+
+    def forward(self, x):
+        return x + self.last(torch.tanh(self.spare(x)) if self.is_used else x)
+
+
+def train_in_parts(config, parts):
+    """Return the losses of a plain loop that differentiates its batch in parts."""
+    torch.manual_seed(0)
+    rt = msrun.init(config)
+    blocks = [Spare().double(), Spare().double()]
+    model = rt.shard(nn.Sequential(*blocks))
+    optimizer = rt.optimizer(torch.optim.AdamW(model.parameters(), lr=0.05, weight_decay=0.5))
+    share, count = rt.coordinate.get("dp", 0), rt.layout.size("dp")
+    losses = []
+    for step in range(STEPS):
+        generator = torch.Generator().manual_seed(step)
+        x, y = torch.randn(2, SAMPLES, WIDTH, dtype=torch.float64, generator=generator)
+        blocks[0].is_used = step != 1
+        optimizer.zero_grad()
+        total = torch.zeros(())
+        pairs = zip(
+            x.chunk(count)[share].chunk(parts), y.chunk(count)[share].chunk(parts), strict=True
+        )
+        for part, (own, target) in enumerate(pairs, 1):
+            loss = functional.mse_loss(model(own), target) / parts
+            with contextlib.nullcontext() if part == parts else rt.no_sync(model):
+                loss.backward()
+            total = total + loss.detach()
+        optimizer.step()
+        losses.append(rt.mean_over_data(total).item())
+    return losses
+
+
+@pytest.mark.parametrize("level", [1, 2, 3])
+def test_a_layer_that_no_part_of_a_step_uses_is_left_alone(level):
+    expected = run_warm(train_in_parts, 1, {}, 1)[0]
+
+    assert_equal_curves(run_warm(train_in_parts, 2, zero(level), 2), expected)

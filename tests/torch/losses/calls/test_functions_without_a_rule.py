@@ -205,3 +205,11 @@ def test_a_tensor_that_is_returned_as_it_was_keeps_what_is_known():
         return torch.cdist(x, x[:1])
 
     assert noticed(by_position)[1].startswith("the loss depends on samples by their position (")
+
+
+def test_copies_of_a_batch_are_none_of_its_samples_until_they_are_added_up():
+    def by_experts(x):  # as Llama 4 has them
+        copies = x.repeat(SAMPLES, 1) * 2
+        return x + copies.reshape(SAMPLES, len(x), WIDTH).sum(0).relu()
+
+    assert noticed(by_experts) == (noticed(lambda x: x)[0], "")
