@@ -155,6 +155,7 @@ class SchedulerScript(Script):
         serves="no",
         running="-1",
         seen="-1",
+        spared="-1",
         ended="",
         stuck=None,
         warm="yes",
@@ -176,6 +177,7 @@ class SchedulerScript(Script):
             formation=msgspec.structs.replace(self.formation, **changed, **formation),
             running=int(running),
             seen=int(seen),
+            spared=int(spared),
             exits=[
                 worker_end(int(rank), host=node, **{("signal" if how[0] == "S" else "code"): how})
                 for rank, how in exits
@@ -450,7 +452,8 @@ class AgentScript(Script):
                 ended = f" ended={exits!r}" if exits else ""
                 stuck = f" stuck={body.stuck}" if body.stuck else ""
                 warm = " warm" * body.warm
-                return f"join running={body.running} seen={body.seen}{ended}{stuck}{warm}"
+                spared = f" spared={body.spared}" if body.spared >= 0 else ""
+                return f"join running={body.running} seen={body.seen}{spared}{ended}{stuck}{warm}"
             case agent_events.Tell(sentence=sentence, warn=warn):
                 return f"{'warn' if warn else 'tell'} {sentence!r}"
             case agent_events.StartWorkers(generation=generation, start=start):

@@ -148,6 +148,8 @@ class AgentState:
     _is_cut: bool = False
     _reach_by: float | None = None
     _awaited: str = ""
+    # The generation that ran while it stood by: a scheduler that has lost its log asks.
+    _spared: int = -1
     _own_verdict: Verdict | None = None
     _due: float | None = None
     _stopping_at: float = -math.inf
@@ -226,6 +228,7 @@ class AgentState:
             self.register,
             running=self.generation if is_living or has_more else -1,
             seen=self.generation,
+            spared=self._spared,
             exits=exits[:EXITS_MAX],
             stuck=self._stuck,
             warm=self._ready,
@@ -296,6 +299,7 @@ class AgentState:
                 actions = self._end(self._internal(reason, code), now)
             case Waiting(reason=reason, spare=spare):
                 self._awaited = reason
+                self._spared = max(self._spared, generation) if spare else self._spared
                 self.form_by = math.inf if spare else self.form_by
                 actions = [Tell(reason)]
         return actions

@@ -138,7 +138,7 @@ class SchedulerState:
     _grow_at: float | None = field(init=False, default=None)
     # Why the next generation follows the last.
     _restart_cause: str = field(init=False, default="")
-    # The latest generation that any node has seen: later than ours if the log lost records.
+    # The latest generation that any node knows: later than ours if the log lost records.
     _latest_seen: int = field(init=False, default=-1)
     _has_lost_log: bool = field(init=False, default=False)
     # The servers of a node do not follow from its rank alone.
@@ -310,7 +310,7 @@ class SchedulerState:
         node = RegisteredNode(event.incarnation, body, now, leaves_with, is_warm=body.warm)
         self.roster.add(node_id, node)
         self._forming.someone_came(now=now)
-        self._note_seen(max(body.seen, body.running), now)
+        self._note_seen(max(body.seen, body.running, body.spared), now)
         if is_member and self.phase is not JobPhase.FORMING:
             return self._member_is_back(node_id, event.incarnation, body, now)
         return self._admit_newcomer(node_id, body.running, now)

@@ -97,6 +97,7 @@ class Register(Body, frozen=True, tag=True, kw_only=True, forbid_unknown_fields=
             of its own, if any; none where slots have no device each.
         running: Generation of the workers that live on it; -1 without any.
         seen: Largest generation that was started on it, or stopped before it was.
+        spared: Largest generation that it stood by for as a spare.
         exits: Workers of `seen` that have ended.
         stuck: Processes of `seen` that SIGKILL did not end.
         warm: As of `Warmed`.
@@ -114,6 +115,7 @@ class Register(Body, frozen=True, tag=True, kw_only=True, forbid_unknown_fields=
     devices: list[tuple[int, str]] = []
     running: Generation = -1
     seen: Generation = -1
+    spared: Generation = -1
     exits: list[RankExit] = []
     stuck: Processes = []
     warm: bool = False
