@@ -16,6 +16,7 @@ from typing import Any
 from torch import Tensor
 
 from msrun.parallel.losses.calls.marks import Mark, Mixture, Outcome, TorchCall
+from msrun.parallel.losses.notes import PASSING
 from msrun.parallel.losses.torch_calls import of_values, tensors_of
 from msrun.parallel.torch_compat import function_of, passes_straight
 
@@ -71,35 +72,36 @@ def marks_of_values(call: TorchCall) -> list[Mark]:
 def marks_behind(tensor: Tensor, known: Callable[[Any, int], list[Mark] | None]) -> list[Mark]:
     """Return what is known of the tensors that `tensor` was computed from, each way the first.
 
-    A statistic that went through a collective is that of all ranks.
+    Nothing is known of what came from other ranks: rows that were exchanged, statistics of all.
 
     Args:
         tensor: With a graph.
         known: Returns what is known of an output of a node of autograd.
     """
     found: list[Mark] = []
-    seen: set[tuple[Any, int, bool]] = set()
-    waiting: list[tuple[Any, int, bool]] = [(tensor.grad_fn, tensor.output_nr, False)]
+    seen: set[tuple[Any, int]] = set()
+    waiting: list[tuple[Any, int]] = [(tensor.grad_fn, tensor.output_nr)]
     while waiting:
-        step, output, is_of_ranks = waiting.pop()
+        step, output = waiting.pop()
         if step is None:
             continue
         if (marks := known(step, output)) is not None:
-            found += [mark._replace(statistic="") if is_of_ranks else mark for mark in marks]
+            found += marks
             continue
         is_straight = passes_straight(step)
-        node = (step, output if is_straight else 0, is_of_ranks)
-        if node in seen:
+        node = (step, output if is_straight else 0)
+        if node in seen or _is_of_ranks(step):
             continue
         seen.add(node)
-        is_of_ranks = is_of_ranks or _is_of_ranks(step)
-        given = step.next_functions[output : output + 1] if is_straight else step.next_functions
-        waiting += [(*each, is_of_ranks) for each in given]
+        given = step.next_functions
+        waiting += given[output : output + 1] if is_straight else given
     return found
 
 
 def _is_of_ranks(step: Any) -> bool:
-    """Return whether a node of autograd is of a function of ours or a collective."""
+    """Return whether a node of autograd is of a function of ours or of a collective."""
+    if passes_straight(step) or step.name() in PASSING:
+        return False
     kind = function_of(step)
     is_own = kind is not None and kind.__module__.startswith(("msrun.", "torch.distributed."))
     return is_own or "c10d" in step.name()

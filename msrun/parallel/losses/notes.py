@@ -15,6 +15,9 @@ from typing import Any
 from torch import Tensor
 from torch.nn import Parameter
 
+from msrun.parallel.local import is_sharded
+from msrun.parallel.torch_compat import local_tensor
+
 _BITS = 62
 _SOURCE = "msrun_source"
 # Nodes of functions that return what they get in new tensors, without notes: of `fully_shard`,
@@ -64,6 +67,8 @@ def carried(tensor: Tensor, key: str) -> Any:
     """Return what was noted of a tensor that was passed on in another one; None without it."""
     node: Any = tensor.grad_fn
     place = tensor.output_nr
+    if node is None and is_sharded(tensor):  # of the batch, or computed from it alone
+        return getattr(local_tensor(tensor), key, None)
     while node:
         if (source := source_of(node)) is not None:
             return getattr(source, key, None) or carried(source, key)

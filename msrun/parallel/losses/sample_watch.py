@@ -295,7 +295,7 @@ class SampleWatch(TorchFunctionMode):
             # A view of it may have been written, which moves no samples.
             is_guess = count != write_count(tensor)
             return Mark(*known)._replace(is_guess=True) if is_guess else Mark(*known)
-        number, _, *known = _carried(tensor) or (None, 0)
+        number, _, *known = carried(tensor, _MARK) or (None, 0)
         if number != self._number:
             return self._guessed(tensor)
         mark = Mark(*known)
@@ -428,15 +428,6 @@ def _metadata(node: Any) -> dict[Any, Any]:
     """Return what anybody notes at a node of autograd; torch declares it as a method."""
     found: dict[Any, Any] = node.metadata
     return found
-
-
-def _carried(tensor: Tensor) -> Any:
-    """Return what was noted of a tensor that was passed on in another one."""
-    if (noted := carried(tensor, _MARK)) is not None:
-        return noted
-    if is_sharded(tensor) and tensor.grad_fn is None:  # of the batch, or computed from it alone
-        return getattr(local_tensor(tensor), _MARK, None)
-    return None
 
 
 def _tensors(values: Iterable[Any]) -> Iterator[Tensor]:

@@ -347,7 +347,7 @@ def _recomputed(schedule):
     for name, module in part.named_modules():
         if name.startswith("layers.") and name.count(".") == 1:
             module.register_forward_hook(lambda *_: called.append(1))
-            recompute.apply(part, [name], [], contextlib.nullcontext)
+            recompute.apply(part, [name], [], contextlib.nullcontext, {})
     return train_stages(part, batches("transformer"), token_loss), len(called)
 
 
