@@ -158,6 +158,9 @@ class FakeWorld:
         default_factory=lambda: {"auto": 0, "cuda": 0, "npu": 0, "xpu": 0}
     )
     cards: list[Card] = field(default_factory=list)
+    """Of the jobs here."""
+    beginning: list[Card] = field(default_factory=list)
+    """Of jobs that begin while a port is looked at."""
     left: list[str] = field(default_factory=list)
     replies: list[object] = field(default_factory=list)
     clients: list[FakeClient] = field(default_factory=list)
@@ -218,6 +221,7 @@ class FakeWorld:
 
     def port_problem(self, host, port):
         del host
+        self.cards, self.beginning = [*self.cards, *self.beginning], []
         return self.busy.get(port)
 
     def device_addresses(self, numbers):

@@ -83,7 +83,8 @@ def side_by_side(runtime: Path, patience: float) -> Iterator[Start]:
     for side in started:
         if side.process.poll() is None:
             side.process.kill()
-            side.process.communicate()
+        if side.process.stdout and not side.process.stdout.closed:  # nobody waited for its end
+            side.wait()
         print(f"======== {side.folder.name}, exit code {side.process.returncode}")
         print(f"{side.out}\n{side.err}")
         for log in side.folder.glob("**/*.log"):

@@ -134,9 +134,13 @@ def check_port(rendezvous: Rendezvous, job: JobSpec, system: System) -> None:
     if job.is_alone or not job.serves or system.has_node(job):
         return
     hint = "a further node of a job on this machine needs the same command or --job-id"
-    _check_port(rendezvous.listen_host, rendezvous.port, system, hint=hint)
-    if job.store_port and not system.is_beside(job):
-        _check_port(LOOPBACK, rendezvous.port, system, hint=hint)
+    try:
+        _check_port(rendezvous.listen_host, rendezvous.port, system, hint=hint)
+        if job.store_port and not system.is_beside(job):
+            _check_port(LOOPBACK, rendezvous.port, system, hint=hint)
+    except UsageError:
+        if not system.has_node(job):  # one that began a moment ago has it by now
+            raise
 
 
 def _endpoint(settings: Settings) -> tuple[Given[str] | None, Given[int] | None]:
