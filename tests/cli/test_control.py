@@ -497,17 +497,3 @@ def test_a_rank_table_of_no_job(msrun, job, words, sentence):
 
     assert (outcome.code, outcome.out) == (2, "")
     assert outcome.err.startswith(f"error: {sentence}")
-
-
-@pytest.mark.parametrize(("began", "code"), [("train-1", 0), ("train-2", 2)])
-def test_a_port_that_another_node_of_the_job_took_a_moment_ago_is_free_for_it(
-    msrun, system, began, code
-):
-    system.busy[4242] = "is in use by pid 77 (python)"
-    system.beginning = [card(began)]
-
-    words = "--nnodes 2 --job-id train-1 --master-addr localhost --master-port 4242 train.py"
-    outcome = msrun(words)
-
-    assert outcome.code == code
-    assert ("port 4242 is in use by pid 77" in outcome.err) == bool(code)

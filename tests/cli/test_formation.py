@@ -3,6 +3,8 @@
 import pytest
 from msgspec.structs import replace
 
+from msrun.processes.control_file import Card
+
 SEVERAL = "--nnodes 4 --master-addr"
 SAME = {"listen_host": "10.0.0.1", "address": "10.0.0.1", "serves": True}
 OTHER = {"listen_host": "10.0.0.9", "address": "10.0.0.1", "serves": False}
@@ -376,3 +378,29 @@ def test_a_mesh_is_checked_as_soon_as_the_workers_are_known(msrun, words, is_kno
             "note: --parallel is checked when all nodes have registered, "
             "unless --worker-num gives their workers\n"
         )
+
+
+@pytest.mark.parametrize(("began", "code"), [("train-1", 0), ("train-2", 2)])
+def test_a_port_that_another_node_of_the_job_took_a_moment_ago_is_free_for_it(
+    msrun, system, began, code
+):
+    system.busy[4242] = "is in use by pid 77 (python)"
+    system.beginning = [
+        Card(
+            job_id=began,
+            host="127.0.0.1",
+            port=4242,
+            keys=None,
+            pid=77,
+            log_dir="/logs",
+            workers=2,
+            serves=True,
+            began=876.5,
+        )
+    ]
+
+    words = "--nnodes 2 --job-id train-1 --master-addr localhost --master-port 4242 train.py"
+    outcome = msrun(words)
+
+    assert outcome.code == code
+    assert ("port 4242 is in use by pid 77" in outcome.err) == bool(code)
