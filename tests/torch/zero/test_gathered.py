@@ -135,3 +135,60 @@ def test_a_penalty_between_two_forward_passes_reads_gathered_weights(level):
     found = run_warm(penalized_between, 2, zero(level))
     assert_equal_curves([losses for losses, _ in found], expected)
     assert found[0][1] == [param.shape for param in build("mlp").parameters()]
+
+
+def raising(grad):
+    raise RuntimeError(f"of shape {tuple(grad.shape)}")
+
+
+def after_a_raised_pass(config):
+    """Return losses, and the norms that a script clips, behind a backward pass that raised."""
+    rt = msrun.init(config)
+    network = rt.shard(build("mlp"))
+    update = rt.optimizer(torch.optim.SGD(network.parameters(), lr=0.1))
+    x, y = parts(rt)[0]
+    given = x.clone().requires_grad_()
+    given.register_hook(raising)
+    both = sum(functional.cross_entropy(network(value), y) for value in (x, given))
+    with pytest.raises(RuntimeError, match="of shape"):
+        both.backward()
+    found = []
+    for own, target in parts(rt):
+        update.zero_grad()
+        loss = functional.cross_entropy(network(own), target)
+        loss.backward()
+        found.append(torch.nn.utils.clip_grad_norm_(network.parameters(), 0.1))
+        update.step()
+        found.append(rt.mean_over_data(loss))
+    return [float(getattr(value, "full_tensor", lambda v=value: v)()) for value in found]
+
+
+@pytest.mark.parametrize("level", [1, 2])
+def test_a_raised_backward_pass_of_several_forward_passes_is_forgotten(level):
+    expected = run_warm(after_a_raised_pass, 1, {})[0]
+
+    assert_equal_curves(run_warm(after_a_raised_pass, 2, zero(level)), expected)
+
+
+def differentiated_in_parts(config):
+    """Train on two forward passes, of which the first is differentiated without a reduction."""
+    rt = msrun.init(config)
+    network = rt.shard(build("mlp"))
+    update = rt.optimizer(torch.optim.SGD(network.parameters(), lr=0.1))
+    losses = []
+    for x, y in parts(rt):
+        update.zero_grad()
+        pair = [functional.cross_entropy(network(own), y) for own in (x, x / 2)]
+        with rt.no_sync(network):
+            pair[0].backward()
+        pair[1].backward()
+        update.step()
+        losses.append(rt.mean_over_data(pair[0] + pair[1]).item())
+    return losses
+
+
+@pytest.mark.parametrize("level", [1, 2])
+def test_forward_passes_before_several_backward_passes_are_right(level):
+    expected = run_warm(differentiated_in_parts, 1, {})[0]
+
+    assert_equal_curves(run_warm(differentiated_in_parts, 2, zero(level)), expected)

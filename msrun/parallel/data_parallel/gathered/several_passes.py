@@ -42,15 +42,15 @@ class SeveralPasses:
 
     def _begin_backward(self, model: nn.Module, _: Tensor) -> None:
         if self._keeps:
+            torch_compat.after_backward(partial(self._release, model))
+
+    def _release(self, model: nn.Module) -> None:
+        if self._keeps:  # and no other output of the model has done so
             self._keeps = False
-            torch_compat.after_backward(partial(_release, model))
-
-
-def _release(model: nn.Module) -> None:
-    _as_unit(model).set_reshard_after_backward(True)
-    for module in model.modules():
-        if isinstance(module, FSDPModule):
-            module.reshard()
+            _as_unit(model).set_reshard_after_backward(True)
+            for module in model.modules():
+                if isinstance(module, FSDPModule):
+                    module.reshard()
 
 
 def _as_unit(model: nn.Module) -> FSDPModule:
