@@ -1,10 +1,11 @@
 """Notices, in the first step, a model that mixes the samples of a batch.
 
 A rank and a micro-batch have a part of the batch.  A batch norm by hand takes the statistics of
-that part, and no result of the parts makes that of the batch.  `SampleWatch` is active in the
-first forward pass and loss of a model, and follows the dim of samples by the rules of
-`sample_dims`.  Later steps do without it.  A stage of a pipeline sees a part of the forward; there
-it is active while the whole one is recorded, and the last stage gets what is `known` of outputs.
+that part, and no result of the parts makes that of the batch.  `SampleWatch` is active in the first
+forward pass and loss of a model, and follows the dim of samples by the rules of `sample_dims`, and
+where these know nothing by `guesses`.  Later steps do without it.  A stage of a pipeline sees a
+part of the forward; there it is active while the whole one is recorded, and the last stage gets
+what is `known` of outputs.
 
 Samples that are taken by their position, such as `x[:k]`, are followed by `rows`.  So are integers
 of the batch that micro-batches do not cut, such as the edges of a graph: they are places in the
