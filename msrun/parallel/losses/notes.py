@@ -68,7 +68,9 @@ def carried(tensor: Tensor, key: str) -> Any:
     node: Any = tensor.grad_fn
     place = tensor.output_nr
     if node is None and is_sharded(tensor):  # of the batch, or computed from it alone
-        return getattr(local_tensor(tensor), key, None)
+        local = local_tensor(tensor)
+        # The rows that another rank has were not left out by anybody.
+        return getattr(local, key, None) if local.shape[:1] == tensor.shape[:1] else None
     while node:
         if (source := source_of(node)) is not None:
             return getattr(source, key, None) or carried(source, key)

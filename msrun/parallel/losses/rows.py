@@ -20,9 +20,7 @@ from typing import Any, NamedTuple
 
 from torch import Tensor
 
-from msrun.parallel.local import is_sharded
 from msrun.parallel.losses.notes import carried, leave
-from msrun.parallel.torch_compat import local_tensor
 
 # Attributes of tensors: of a watch of the loss function, and of one of the model.
 _OF_LOSS, _OF_MODEL = "msrun_rows", "msrun_model_rows"
@@ -177,9 +175,7 @@ class RowsWatch:
                 leave(tensor, self._mark, (self._number, *noted))
 
     def _noted(self, tensor: Tensor) -> RowsOrigin | None:
-        found = getattr(tensor, self._mark, None)
-        if found is None and not _is_cut_for_ranks(tensor):
-            found = carried(tensor, self._mark)
+        found = getattr(tensor, self._mark, None) or carried(tensor, self._mark)
         number, *noted = found or (None,)
         if number != self._number or not noted:
             return None
@@ -213,13 +209,6 @@ def _parts(
         found.append(places[at : at + length])
         at += length
     return found
-
-
-def _is_cut_for_ranks(tensor: Tensor) -> bool:
-    """Return whether ranks have the rows of `tensor` together: its division is no cut."""
-    if tensor.grad_fn or not is_sharded(tensor):
-        return False
-    return local_tensor(tensor).shape[:1] != tensor.shape[:1]
 
 
 def _first(index: Any) -> Any:
