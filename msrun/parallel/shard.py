@@ -267,6 +267,7 @@ def _shard_by_search(
             has_fixed_shapes=True,
             step_rngs=applied.step_rngs,
             hooks=ParameterHooks(applied.model, can_run=False),
+            snapshot=_snapshot(applied.model, None, is_pipeline=applied.is_pipeline),
         )
         state.known = applied.known
         return Sharded(applied.model, state, applied.context)
@@ -415,7 +416,7 @@ def _make_parallel(
 
         watch(model, hooks.check)
     precision.apply(config, model, context.device)
-    snapshot = _snapshot(config, model, zero)
+    snapshot = _snapshot(model, zero, is_pipeline=config.pipeline is not None)
     prepare_copies(config, model, is_zero=zero is not None)
     if any(plan.rows for plan in resolved.plans.values()):
         refuse_copies(model, f"{ROOT}.plan: rows")
@@ -589,11 +590,11 @@ def _find_hooks(
 
 
 def _snapshot(
-    config: ParallelConfig, model: nn.Module, zero: reductions.Zero | None
+    model: nn.Module, zero: reductions.Zero | None, *, is_pipeline: bool
 ) -> ParameterSnapshot:
     named = model.named_parameters(remove_duplicate=False)
     gathered = {name for name, param in named if zero and param not in zero.replicated}
-    tied = model.tied_names() if config.pipeline else ()  # type: ignore[operator]  # it is a stage
+    tied = model.tied_names() if is_pipeline else ()  # type: ignore[operator]  # it is a stage
     return ParameterSnapshot(model, gathered, tied)
 
 

@@ -372,7 +372,7 @@ class ShardedModel:
             self.host_step.check(optimizer)
         self._check_data()
         if self.is_pipeline or self.has_fixed_shapes:
-            check_global_hooks("pipeline" if self._snapshot else "mode: auto")
+            check_global_hooks("mode: auto" if self.has_fixed_shapes else "pipeline")
         # The walk over all parameters is done again only after `add_param_group`.
         count = sum(len(group["params"]) for group in optimizer.param_groups)
         if self._optimizers.get(optimizer) == count:
