@@ -48,6 +48,11 @@ def after_backward(call: Callable[[], None]) -> None:
     Variable._execution_engine.queue_callback(call)  # noqa: SLF001 - there is no public form
 
 
+def keeps_graph() -> bool:
+    """Return whether the running backward pass keeps its graph for another one."""
+    return bool(torch._C._autograd._get_current_graph_task_keep_graph())  # noqa: SLF001
+
+
 def strided_shard(dim: int, parts: int) -> Placement:
     """Return the placement of a mesh axis that shards `dim` after later axes have sharded it.
 
@@ -1061,6 +1066,18 @@ def releases_gathered(model: nn.Module) -> bool:
         for group in fully_shard.state(unit)._fsdp_param_groups  # type: ignore[attr-defined]  # noqa: SLF001
     ]
     return any(group.reshard_after_backward and group.is_unsharded for group in groups)
+
+
+def show_shards(unit: FSDPModule) -> None:
+    """Have a unit of `fully_shard` have its shards, and leave what it gathered in memory."""
+    from torch.distributed.fsdp import fully_shard
+
+    state: Any = fully_shard.state(unit)  # type: ignore[attr-defined]
+    for group in state._fsdp_param_groups:  # noqa: SLF001
+        for param in group.fsdp_params:
+            param._setattr_on_modules(param.sharded_param)  # noqa: SLF001
+            param.sharded_state = type(param.sharded_state).SHARDED
+        group._sharded_state = type(group._sharded_state).SHARDED  # noqa: SLF001
 
 
 def parts_with_parameters(unit: FSDPModule) -> list[nn.Module]:

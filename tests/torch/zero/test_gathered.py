@@ -192,3 +192,29 @@ def test_forward_passes_before_several_backward_passes_are_right(level):
     expected = run_warm(differentiated_in_parts, 1, {})[0]
 
     assert_equal_curves(run_warm(differentiated_in_parts, 2, zero(level)), expected)
+
+
+def differentiated_twice(config):
+    """Train by two backward passes of one graph, with a penalty that read weights, clipped in both."""
+    rt = msrun.init(config)
+    network = rt.shard(build("mlp"))
+    update = rt.optimizer(torch.optim.SGD(network.parameters(), lr=0.1))
+    found = []
+    for x, y in parts(rt):
+        update.zero_grad()
+        loss = functional.cross_entropy(network(x), y)
+        loss = loss + 0.1 * next(iter(network.parameters())).norm()
+        (0.25 * loss).backward(retain_graph=True)
+        found.append(torch.nn.utils.clip_grad_norm_(network.parameters(), 0.1))
+        (0.75 * loss).backward(retain_graph=True)  # as many scripts do without a reason
+        found.append(torch.nn.utils.clip_grad_norm_(network.parameters(), 0.2))
+        update.step()
+        found.append(rt.mean_over_data(loss))
+    return [float(getattr(value, "full_tensor", lambda v=value: v)()) for value in found]
+
+
+@pytest.mark.parametrize("level", [1, 2])
+def test_backward_passes_of_one_graph_are_right(level):
+    expected = run_warm(differentiated_twice, 1, {})[0]
+
+    assert_equal_curves(run_warm(differentiated_twice, 2, zero(level)), expected)
