@@ -185,8 +185,8 @@ def _cut(
     context: RankContext, settings: Pipeline, model: nn.Module, sample: Sample, plan: _ResolvedPlan
 ) -> nn.Module:
     """Return this rank's stage of `model`, which is used up."""
-    from msrun.parallel.pipeline.model import split_model
     from msrun.parallel.pipeline.ranks import check_parameters
+    from msrun.parallel.pipeline.split_model import split_model
 
     group = context.group(PIPELINE_AXIS)
     stage = split_model(

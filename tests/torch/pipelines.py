@@ -10,7 +10,7 @@ from torch.nn import functional
 
 from msrun.parallel.config import Pipeline
 from msrun.parallel.losses.tally import TallyRanks
-from msrun.parallel.pipeline.model import split_model
+from msrun.parallel.pipeline.split_model import split_model
 
 CPU = torch.device("cpu")
 SCHEDULES = ("gpipe", "1f1b", "interleaved", "looped_bfs", "interleaved_zb", "zbv", "dualpipev")

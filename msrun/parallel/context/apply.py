@@ -17,7 +17,7 @@ from msrun.parallel.sharded_model import refuse_copies
 from msrun.parallel.torch_compat import is_compiled, is_compiled_in_place
 
 if TYPE_CHECKING:
-    from msrun.parallel.pipeline.model import SplitModel
+    from msrun.parallel.pipeline.split_model import SplitModel
 
 
 def divide(

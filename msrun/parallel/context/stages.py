@@ -33,8 +33,8 @@ from msrun.parallel.context.token_calls import Taint
 from msrun.parallel.context.token_watch import Known, TokenWatch
 from msrun.parallel.losses.batch import StepBatch, tensors_in
 from msrun.parallel.pipeline.microbatch import MicrobatchSplit
-from msrun.parallel.pipeline.model import SplitModel
 from msrun.parallel.pipeline.record.follower import Follower, Run, Values
+from msrun.parallel.pipeline.split_model import SplitModel
 from msrun.parallel.torch_compat import is_active, is_fake, without_mode
 
 

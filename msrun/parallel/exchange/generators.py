@@ -1,10 +1,11 @@
-"""States of Python's and numpy's global random generators as tensors, and back."""
+"""States of torch's, Python's and numpy's global random generators as tensors, and back."""
 
 from __future__ import annotations
 
 import random
 import struct
 import sys
+from collections.abc import Sequence
 from typing import Any
 
 import torch
@@ -12,6 +13,25 @@ from torch import Tensor
 
 _PYTHON_VERSION = 3
 _MT_WORDS = 624
+
+
+def torch_states(device: torch.device) -> list[Tensor]:
+    """Return the states of torch's generators of the host and of `device`, if that is another."""
+    states = [torch.get_rng_state()]
+    if device.type != "cpu":
+        module: Any = torch.get_device_module(device)
+        states.append(module.get_rng_state(device))
+    return states
+
+
+def set_torch_states(states: Sequence[Tensor], device: torch.device) -> None:
+    """Set torch's generators to states of `torch_states`, where they have others."""
+    now = torch_states(device)
+    if not torch.equal(now[0], states[0]):
+        torch.set_rng_state(states[0])
+    if len(now) > 1 and not torch.equal(now[1], states[1]):
+        module: Any = torch.get_device_module(device)
+        module.set_rng_state(states[1], device)
 
 
 def python_state() -> Tensor:

@@ -27,6 +27,7 @@ from torch import Tensor, nn
 
 from msrun.errors import ModelError
 from msrun.parallel import torch_compat
+from msrun.parallel.exchange.generators import set_torch_states, torch_states
 from msrun.parallel.local import local_part
 from msrun.parallel.losses.batch import map_leaves, tensors_in
 from msrun.parallel.torch_compat import write_count
@@ -117,7 +118,7 @@ class Rehearsal:
         self._name, self._module, self._learned = name, module, learned
         self._parts = list(called_parts(module, apart))
         self._returned: dict[nn.Module, _Returned] = defaultdict(list)
-        self._random = _Random(device)
+        self._device = device
         self._late: list[nn.Module] = []
         self._calls: Counter[nn.Module] = Counter()
         self._before: Counter[nn.Module] = Counter()
@@ -128,7 +129,7 @@ class Rehearsal:
     @contextlib.contextmanager
     def rehearsing(self) -> Iterator[None]:
         """Rehearse inside: modules run and what they return is kept; all else is undone after."""
-        before = self._random.states()
+        before = torch_states(self._device)
         calls = {part: partial(self._run, part, torch_compat.call_of(part)) for part in self._parts}
         with contextlib.ExitStack() as stack:
             stack.enter_context(_restored(self._module))
@@ -140,7 +141,7 @@ class Rehearsal:
             if self.depending:
                 stack.enter_context(self.depending.active())
             yield
-        self._random.set(before)
+        set_torch_states(before, self._device)
 
     def note_expert(self) -> None:
         """Note that an expert was called."""
@@ -223,13 +224,13 @@ class Rehearsal:
         self, part: nn.Module, call: Callable[..., Any], args: Any, kwargs: Mapping[str, Any]
     ) -> Any:
         output = call(*args, **kwargs)
-        self._returned[part].append((output, self._random.states()))
+        self._returned[part].append((output, torch_states(self._device)))
         return output
 
     def _again(self, part: nn.Module, call: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
         if self._returned[part]:
             output, random = self._returned[part].pop(0)
-            self._random.set(random)
+            set_torch_states(random, self._device)
             return output
         return call(*args, **kwargs)
 
@@ -248,30 +249,6 @@ def called_parts(module: nn.Module, apart: Collection[nn.Module]) -> Iterator[nn
             yield from called_parts(child, apart)
         else:
             yield child
-
-
-class _Random:
-    """The random states of the host and of a device."""
-
-    def __init__(self, device: torch.device) -> None:
-        self._device = device
-
-    def states(self) -> list[Tensor]:
-        """Return both, or that of the host alone."""
-        states = [torch.get_rng_state()]
-        if self._device.type != "cpu":
-            module: Any = torch.get_device_module(self._device)
-            states.append(module.get_rng_state(self._device))
-        return states
-
-    def set(self, states: list[Tensor]) -> None:
-        """Set them, where they have changed."""
-        now = self.states()
-        if not torch.equal(now[0], states[0]):
-            torch.set_rng_state(states[0])
-        if len(now) > 1 and not torch.equal(now[1], states[1]):
-            module: Any = torch.get_device_module(self._device)
-            module.set_rng_state(states[1], self._device)
 
 
 @contextlib.contextmanager

@@ -147,9 +147,9 @@ def generated(name, column):
 def test_generate(name, column):
     pytest.importorskip("transformers")
     answers = run_warm(generated, model_table.COLUMNS[column][0], name, column)
-    if "pp" in column:
-        kind = type(model_table.build(ZOO[name])).__name__
-        said = f"parallel.pipeline: generate is of {kind}, of which this rank has one stage"
+    if "pp" in column and "T5" in name:  # whose loop calls the encoder alone
+        said = "parallel.pipeline: generate is of T5ForConditionalGeneration"
+        said += ", of which this rank has one stage"
         assert answers == [(said, None)] * len(answers)
         return
     expected = answers[0][1]

@@ -11,8 +11,8 @@ from torch import nn
 from torch.nn import functional
 
 from msrun.errors import UsageError
-from msrun.parallel.pipeline.model import split_model
 from msrun.parallel.pipeline.plan import plan_split
+from msrun.parallel.pipeline.split_model import split_model
 
 pytestmark = pytest.mark.torch
 

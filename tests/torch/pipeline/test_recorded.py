@@ -14,9 +14,9 @@ from torch.nn import functional
 from torch.utils.checkpoint import checkpoint
 
 from msrun.errors import UsageError
-from msrun.parallel.pipeline.model import split_model
 from msrun.parallel.pipeline.penalty import check_loss
 from msrun.parallel.pipeline.plan import plan_split
+from msrun.parallel.pipeline.split_model import split_model
 
 pytestmark = pytest.mark.torch
 

@@ -195,7 +195,7 @@ def test_forward_passes_before_several_backward_passes_are_right(level):
 
 
 def differentiated_twice(config):
-    """Train by two backward passes of one graph, with a penalty that read weights, clipped in both."""
+    """Train by two backward passes of one graph with a penalty on weights, clipped after both."""
     rt = msrun.init(config)
     network = rt.shard(build("mlp"))
     update = rt.optimizer(torch.optim.SGD(network.parameters(), lr=0.1))
