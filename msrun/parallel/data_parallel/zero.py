@@ -292,7 +292,7 @@ def apply(
         options["reshard_after_forward"] = False
     sharded = _shard_unit(model, options)
     model.register_forward_hook(_release_after_evaluation)
-    _follow_scripts(model, config.optimizer.zero)
+    _follow_scripts(model, config.optimizer.zero, is_stage=config.pipeline is not None)
     torch_compat.share_attributes(sharded)
     # torch divides by the number of ranks unless told otherwise, for each unit apart.
     if config.reduce.op == "sum":
@@ -302,9 +302,9 @@ def apply(
     return sharded
 
 
-def _follow_scripts(model: nn.Module, zero: int) -> None:
+def _follow_scripts(model: nn.Module, zero: int, *, is_stage: bool) -> None:
     """Have units do what scripts do to gradients and weights by hand, or refuse it."""
-    if zero < RESHARD_LEVEL:
+    if zero < RESHARD_LEVEL and not is_stage:  # whose backward passes are those of a schedule
         SeveralPasses().watch(model)
     for unit in gathering(model):
         both: Any = unit  # a module, too
