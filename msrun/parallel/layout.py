@@ -246,7 +246,6 @@ def _check_context(config: ParallelConfig, layout: MeshLayout) -> None:
         f"{ROOT}.verify": bool(config.verify),
         f"{ROOT}.reduce.op: sum": config.reduce.op == "sum",
         f"{ROOT}.reduce.exclude": bool(config.reduce.exclude),
-        f"{ROOT}.pipeline beside {ROOT}.mesh.{EXPERT_AXIS}": bool(config.pipeline and layout.ep),
         f"{ROOT}.servers": config.servers is not None,
     }
     for other, is_given in others.items():

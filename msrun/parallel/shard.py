@@ -618,7 +618,7 @@ def _change_modules(
     own = {name for name, _ in model.named_modules()}
     plans = {name: plan for name, plan in resolved.plans.items() if name in own}
     is_data_parallel = context.layout.size(DATA_AXIS) > 1
-    experts = _share_experts(context, config, model, plans, sequences)
+    experts = _share_experts(context, model, resolved, plans, sequences)
     plans = {name: plan for name, plan in plans.items() if not plan.is_routed}
     guard = _shard_operators(context, model, plans)
     group = context.group(DATA_AXIS) if is_data_parallel else None
@@ -680,8 +680,8 @@ def _apart(
 
 def _share_experts(
     context: RankContext,
-    config: ParallelConfig,
     model: nn.Module,
+    resolved: _ResolvedPlan,
     plans: Mapping[str, ModulePlan],
     sequences: Sequences | Images | None,
 ) -> list[nn.Module]:
@@ -692,12 +692,12 @@ def _share_experts(
     from msrun.parallel.experts import routed
 
     if not isinstance(sequences, Sequences):
-        return routed.apply(config, context, model, plans)
+        return routed.apply(resolved.config, context, model, plans)
     from msrun.parallel.context.experts import run_outside
 
-    names = [name for name, plan in plans.items() if plan.is_routed]
-    with run_outside(sequences, {name: model.get_submodule(name) for name in names}):
-        return routed.apply(config, context, model, plans)
+    names = [name for name, plan in resolved.plans.items() if plan.is_routed]
+    with run_outside(sequences, model, names):
+        return routed.apply(resolved.config, context, model, plans)
 
 
 def _divide_sequences(

@@ -7,33 +7,58 @@ tokens of many ranks, and its ranges count rows and no tokens.  So it runs outsi
 from __future__ import annotations
 
 import contextlib
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Collection, Iterator
 from functools import partial, update_wrapper
 from typing import Any
 
 from torch import nn
 
+from msrun.errors import ModelError
 from msrun.parallel.context.sequences import Sequences
 from msrun.parallel.context.token_calls import Taint, TokenPlace
+from msrun.parallel.experts.arguments import Arguments
+from msrun.parallel.experts.routed import bound
 from msrun.parallel.losses.batch import tensors_in
 from msrun.parallel.torch_compat import without_mode
 
 
 @contextlib.contextmanager
-def run_outside(sequences: Sequences, experts: Mapping[str, nn.Module]) -> Iterator[None]:
+def run_outside(sequences: Sequences, model: nn.Module, names: Collection[str]) -> Iterator[None]:
     """Have modules that become experts of several ranks inside run outside of `sequences`.
 
     Args:
         sequences: Of the model.
-        experts: Modules by name.
+        model: The model, or a stage of it.
+        names: Of these modules in the whole model.
     """
+    own = dict(model.named_modules())
+    experts = {name: own[name] for name in names if name in own}
     for module in experts.values():
         sequences.leave_out(module, is_compiled=False)
     yield
-    for name, module in experts.items():
-        module.forward = update_wrapper(
-            partial(_run, sequences, name, module.forward), module.forward
-        )
+    recorded = sequences.in_recordings(names)
+    for name, module in recorded:
+        _wrap(module, partial(_without_values, name, module))
+    for name, module in (*experts.items(), *recorded):
+        _wrap(module, partial(_run, sequences, name))
+
+
+def _wrap(module: nn.Module, run: Callable[..., Any]) -> None:
+    """Have `run` get the forward of `module`, and what that would get."""
+    module.forward = update_wrapper(partial(run, module.forward), module.forward)
+
+
+def _without_values(
+    name: str, module: nn.Module, forward: Callable[..., Any], /, *args: Any, **kwargs: Any
+) -> Any:
+    """Run experts in a recording; where a route needs values, return the tokens with gradients."""
+    try:
+        return forward(*args, **kwargs)
+    except ModelError:
+        raise
+    except Exception:  # noqa: BLE001 - whatever torch says of a tensor without values
+        tokens = Arguments(name, args, kwargs).routed[0]
+        return bound(tokens.clone(), dict(module.named_parameters(recurse=False)))
 
 
 def _run(

@@ -30,7 +30,7 @@ import contextlib
 import sys
 import threading
 import weakref
-from collections.abc import Callable, Iterable, Iterator, Sequence
+from collections.abc import Callable, Collection, Iterable, Iterator, Sequence
 from functools import partial, update_wrapper
 from pathlib import Path
 from typing import Any
@@ -138,6 +138,10 @@ class Sequences(TorchFunctionMode):
         for part in module.modules():
             if isinstance(inside := vars(part).get("forward"), Inside):
                 part.forward = inside.plain
+
+    def in_recordings(self, names: Collection[str]) -> list[tuple[str, nn.Module]]:  # noqa: ARG002 - of stages
+        """Return the modules of these names that run in recordings of a pipeline."""
+        return []
 
     @contextlib.contextmanager
     def apart(self, name: str) -> Iterator[None]:

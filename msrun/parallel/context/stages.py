@@ -14,7 +14,7 @@ padding and the documents of its own micro-batch.
 from __future__ import annotations
 
 import contextlib
-from collections.abc import Callable, Hashable, Iterable, Iterator, Sequence
+from collections.abc import Callable, Collection, Hashable, Iterable, Iterator, Sequence
 from pathlib import Path
 from types import CodeType
 from typing import Any, NamedTuple
@@ -80,6 +80,10 @@ class StageSequences(Sequences, Follower):
         self._whole = model.whole
         self._programs: set[CodeType] = set()
         model.follow(self)
+
+    def in_recordings(self, names: Collection[str]) -> list[tuple[str, nn.Module]]:
+        """Return the modules of these names that run in recordings: those of the whole model."""
+        return [(name, self._whole.get_submodule(name)) for name in names]
 
     # The batch.
 

@@ -169,7 +169,7 @@ class _Routed:
             if len(arrived):
                 output = call(arrived, way.experts.to(index.dtype), factors).to(arrived.dtype)
         if not (output.requires_grad and len(arrived)):
-            output = _bound(output, own)
+            output = bound(output, own)
         back = sent_back(as_factor(output), way, group, self._share)
         return summed(back.to(tokens.dtype), way)
 
@@ -198,7 +198,7 @@ def _counts(name: str, value: Any, experts: int) -> bool:
     return type(value) is int and value == experts and "expert" in name
 
 
-def _bound(output: Tensor, own: Mapping[str, Tensor]) -> Tensor:
+def bound(output: Tensor, own: Mapping[str, Tensor]) -> Tensor:
     """Return `output`, which depends on `own` by a factor of 0, so that all have gradients."""
     trained = [weight for weight in own.values() if weight.requires_grad]
     for weight in trained:

@@ -6,6 +6,7 @@ import torch.distributed as dist
 from context_models import WIDTH, Block, Text, batches, loss_fn, trained
 from ranks import run_warm
 from test_context import RING, RULE, assert_equal
+from test_context_pipeline import assert_stages_equal
 from test_context_transformers import SIZES, TEXTS, transformers
 from torch import nn
 from torch.nn import functional
@@ -29,6 +30,19 @@ def shared(rule=RULE, **more):
     return {"mesh": {"ep": 2, "cp": 2}, "plan": [EXPERTS, rule], **more}
 
 
+def staged(schedule="1f1b", rule=RULE, microbatches=4, **more):
+    settings = {"stages": "auto", "schedule": schedule, "microbatches": microbatches}
+    return shared(rule, mesh={"pp": 2, "ep": 2, "cp": 2}, pipeline=settings, **more)
+
+
+STAGED = {
+    "1f1b": staged(),
+    "zbv, zero 1": staged("zbv", optimizer={"zero": 1}),
+    "ring, interleaved, recompute": staged(
+        "interleaved", RING, recompute={"modules": ["blocks.?"]}
+    ),
+    "ring, gpipe, zero 3": staged("gpipe", RING, optimizer={"zero": 3}),
+}
 CONFIGS = {
     "ep 2, cp 2": (4, shared()),
     "ring, zero 1, accumulate, recompute": (
@@ -82,14 +96,31 @@ def test_tokens_of_parts_travel_to_experts_as_in_one_process(case):
         assert_equal(found, expected)
 
 
+@pytest.mark.parametrize(
+    "case",
+    [
+        "zbv, zero 1",
+        *(pytest.param(n, marks=pytest.mark.slow) for n in [*STAGED] if "zbv" not in n),
+    ],
+)
+def test_stages_send_tokens_of_parts_to_experts_as_in_one_process(case):
+    expected = run_warm(trained, 1, {}, Mixture)[0]
+    assert_stages_equal(run_warm(trained, 8, STAGED[case], Mixture), expected)
+
+
 def learned(config, texts):
     """Return losses and weights of Mixtral after steps on the same texts."""
     with msrun.init(config) as rt:
         torch.manual_seed(3)
         settings = transformers.MixtralConfig(
-            **SIZES, num_local_experts=4, sliding_window=None, experts_implementation="eager"
+            **SIZES,
+            num_local_experts=4,
+            sliding_window=None,
+            experts_implementation="eager",
+            use_cache=False,
         )
-        model = rt.shard(transformers.MixtralForCausalLM(settings).double())
+        sample = texts if "pipeline" in config else None
+        model = rt.shard(transformers.MixtralForCausalLM(settings).double(), sample=sample)
         optimizer = rt.optimizer(torch.optim.SGD(model.parameters(), lr=0.1, momentum=0.9))
         ranks, rank = rt.layout.size("dp"), rt.coordinate.get("dp", 0)
         part = {key: tensor.tensor_split(ranks)[rank] for key, tensor in texts.items()}
@@ -109,6 +140,17 @@ def test_parts_of_texts_with_experts_on_ranks_equal_whole_texts(kind):
                 torch.testing.assert_close(after[key], weight, rtol=0, atol=1e-6)
 
 
+@pytest.mark.slow
+@pytest.mark.parametrize("kind", ["whole", "padded"])
+def test_stages_with_parts_of_texts_and_experts_equal_whole_texts(kind):
+    losses, weights = run_warm(learned, 1, {}, TEXTS[kind])[0]
+    for config in (staged(microbatches=2), staged("gpipe", RING, 2)):
+        for found, after in run_warm(learned, 8, config, TEXTS[kind]):
+            torch.testing.assert_close(found, losses, rtol=0, atol=4e-6)
+            for key, weight in after.items():
+                torch.testing.assert_close(weight, weights[key], rtol=0, atol=1e-6)
+
+
 class Balanced(Mixture):
     """Adds to a token what its router gave to all of the part."""
 
@@ -123,6 +165,18 @@ class Listed(Text):
     def __init__(self):
         super().__init__()
         self.blocks[0].experts = nn.ModuleList([nn.Linear(WIDTH, WIDTH) for _ in range(4)])
+
+
+def refused_list():
+    """Return what each rank says of a list of experts that one stage has."""
+    with msrun.init(staged()) as rt, pytest.raises(msrun.UsageError) as error:
+        rt.shard(Listed(), sample=(batches()[0][0],))
+    return error.value.message
+
+
+def test_a_list_of_experts_in_stages_is_refused_on_all_ranks():
+    for said in run_warm(refused_list, 8):
+        assert "context does not follow tokens to the experts of the list blocks.0" in said
 
 
 def refusals():
@@ -148,19 +202,6 @@ def test_balance_of_a_part_is_refused_and_neighbours_share_experts():
         assert rank in group
 
 
-@pytest.mark.parametrize(
-    ("config", "words"),
-    [
-        (
-            shared(
-                mesh={"pp": 2, "ep": 2, "cp": 2}, pipeline={"stages": "auto", "microbatches": 2}
-            ),
-            "parallel.pipeline beside parallel.mesh.ep does not know parts of sequences",
-        ),
-        (shared(mesh={"cp": 2, "ep": 2}), "must be the next after dp"),
-    ],
-)
-def test_configurations_without_a_meaning_are_refused(config, words):
-    with pytest.raises(ConfigError) as error:
-        resolve(read_config(config), 8 if "pipeline" in config else 4)
-    assert words in error.value.message
+def test_another_order_of_axes_is_refused():
+    with pytest.raises(ConfigError, match="must be the next after dp"):
+        resolve(read_config(shared(mesh={"cp": 2, "ep": 2})), 4)
