@@ -32,7 +32,7 @@ if TYPE_CHECKING:
     from msrun.parallel.data_parallel.parameter_hooks import ParameterHooks
     from msrun.parallel.data_parallel.parameter_snapshot import ParameterSnapshot
     from msrun.parallel.data_parallel.reductions import Reduction
-    from msrun.parallel.data_parallel.replica_digest import ReplicaDigest
+    from msrun.parallel.data_parallel.replica_digest import OptimizerRef, ReplicaDigest
     from msrun.parallel.host.activations import Activations
     from msrun.parallel.host.overlapped_step import OverlappedStep
     from msrun.parallel.losses.equal_batches import EqualBatches
@@ -404,16 +404,16 @@ class ShardedModel:
         is_empty = self.is_pipeline and not any(group["params"] for group in optimizer.param_groups)
         if replicas and optimizer not in self._watched and (is_empty or self.holds(optimizer)):
             self._watched.add(optimizer)
-            before_step(optimizer, partial(self._before_step, replicas))
+            before_step(optimizer, partial(self._before_step, replicas, weakref.ref(optimizer)))
             before_update(optimizer, self._release)  # a closure's backward reads what is gathered
             if self.plain_loop:
                 before_update(optimizer, self.plain_loop.settle)
 
-    def _before_step(self, replicas: ReplicaDigest) -> None:
+    def _before_step(self, replicas: ReplicaDigest, optimizer: OptimizerRef) -> None:
         """Do what every step of an optimizer needs, also in a plain loop."""
         for memory in self._divided:
             give_gradient(memory.param)
-        replicas.count_step()
+        replicas.count_step(optimizer)
         self._check_data()
 
     def _release(self) -> None:

@@ -1142,6 +1142,15 @@ def gathered_with_gradient(model: nn.Module) -> set[Tensor]:
     }
 
 
+def unreduced_gradients(model: nn.Module) -> list[str]:
+    """Return the names of gathered parameters with a gradient that is not that of their shard."""
+    return [
+        param._param_fqn  # noqa: SLF001
+        for param in _gathered(model)
+        if _has_gradient(param) and _gradient(param) is not vars(param).get(_SHOWN)
+    ]
+
+
 def shards_of_gathered(model: nn.Module) -> dict[Tensor, Any]:
     """Return the shard of each parameter of `fully_shard` in `model`, by its gathered form."""
     return {
@@ -1421,9 +1430,36 @@ _ELEMENT_METHODS = """
 """
 
 
+def _element_method(
+    kind: type[Tensor],
+    name: str,
+    take: Callable[[Any, Tensor], tuple[Tensor, Tensor]],
+    number: Callable[[Any, Any], None],
+) -> Callable[..., Any]:
+    """Return a method of Tensor for DTensors; see `replace_element_methods`."""
+    plain = getattr(Tensor, name)
+    is_write = name.startswith("__i") or (name.endswith("_") and name[0] != "_")
+
+    @wraps(plain)
+    def method(self: Any, *args: Any, **kwargs: Any) -> Any:
+        for value in (*args, *kwargs.values()):
+            if isinstance(value, kind):
+                continue
+            if isinstance(value, Tensor) and value.numel() > 1:
+                self, whole = take(self, value)
+                args = tuple(whole if given is value else given for given in args)
+                kwargs = {key: whole if v is value else v for key, v in kwargs.items()}
+            elif is_write and isinstance(value, Tensor | float | int):
+                number(self, value)
+        return plain(self, *args, **kwargs)
+
+    return method
+
+
 def replace_element_methods(
     take: Callable[[Any, Tensor], tuple[Tensor, Tensor]],
     draw: Callable[[Any, Any, tuple[Any, ...], dict[str, Any]], Any],
+    number: Callable[[Any, Any], None],
 ) -> bool:
     """Have methods of DTensors take plain tensors, and functions draw whole ones.
 
@@ -1432,6 +1468,7 @@ def replace_element_methods(
     Args:
         take: Returns what a method gets for a DTensor and a plain tensor.
         draw: Returns what a function draws that is to look like a DTensor.
+        number: Gets a DTensor and a number, or a tensor of one, that it is written with.
 
     Returns:
         Whether this is the first call; others do nothing.
@@ -1442,22 +1479,8 @@ def replace_element_methods(
     if "add_" in vars(kind):
         return False
 
-    def wrapped(name: str) -> Callable[..., Any]:
-        plain = getattr(Tensor, name)
-
-        @wraps(plain)
-        def method(self: Any, *args: Any, **kwargs: Any) -> Any:
-            for value in (*args, *kwargs.values()):
-                if isinstance(value, Tensor) and not isinstance(value, kind) and value.numel() > 1:
-                    self, whole = take(self, value)
-                    args = tuple(whole if given is value else given for given in args)
-                    kwargs = {key: whole if v is value else v for key, v in kwargs.items()}
-            return plain(self, *args, **kwargs)
-
-        return method
-
     for name in _ELEMENT_METHODS.split():
-        setattr(kind, name, wrapped(name))
+        setattr(kind, name, _element_method(kind, name, take, number))
     handlers = kind._op_dispatcher._custom_op_handlers  # noqa: SLF001 - there is no public form
     aten = torch.ops.aten
     for operator in (aten.rand_like.default, aten.randn_like.default):

@@ -35,19 +35,24 @@ import torch
 import torch.distributed as dist
 from torch import Tensor, nn
 
-from msrun.errors import RanksDisagreeError
+from msrun.errors import ModelError, RanksDisagreeError
 from msrun.parallel.config import DATA_AXIS, PIPELINE_AXIS, ParallelConfig
 from msrun.parallel.exchange import messages
 from msrun.parallel.foreach.plain_steps import OutsideParameters
-from msrun.parallel.foreach.whole_values import take_given
+from msrun.parallel.foreach.whole_values import take_given, take_numbers
 from msrun.parallel.layout import EXPERT_COPIES
 from msrun.parallel.local import is_sharded, local_part
 from msrun.parallel.notation.mesh_layout import EXPERT_AXIS
 from msrun.parallel.rank_context import RankContext
+from msrun.parallel.torch_compat import unreduced_gradients
 from msrun.parallel.uneven_rows.rows import rows_of
+
+OptimizerRef = weakref.ref[torch.optim.Optimizer]
 
 _GIVEN = "the state dict that load_state_dict was given"
 _COMPUTED = "the plain tensors that the script computed with sharded parameters or gradients"
+_OPTION = "the optimizer's "
+_NUMBERS = "the numbers that the script multiplied or added to sharded parameters or gradients"
 _READ = "the batches of rt.loader"
 _FIRST_STEPS = frozenset([1, 3, 10, 30, 100, 300])
 _EVERY = 1000
@@ -115,19 +120,35 @@ class ReplicaDigest:
         self._has_rounded = False
         self.outside = OutsideParameters()
         take_given()  # of a model before this one
+        take_numbers()
+        self._optimizer: OptimizerRef | None = None
         self._given: Tensor | None = None
 
-    def count_step(self) -> None:
-        """Compare replicas if it is time to; called before each optimizer step.
+    def count_step(self, optimizer: OptimizerRef) -> None:
+        """Compare replicas if it is time to; called before each step of an optimizer.
 
         Raises:
+            ModelError: The model has gradients that no rank reduced.
             RanksDisagreeError: Replicas differ.
         """
         if not self.has_turns:
             return
         self._steps += 1
         if self._steps in _FIRST_STEPS or any(self._steps % every == 0 for every in self._every):
+            self._check_reduced()
+            self._optimizer = optimizer
             self.compare()
+            self._optimizer = None
+
+    def _check_reduced(self) -> None:
+        model = self._model()
+        if names := unreduced_gradients(model) if model else []:
+            raise ModelError(
+                f"the optimizer steps without the gradient of {names[0]}, which is that of a "
+                "gathered parameter and was not reduced",
+                hint="set gradients of model.parameters() as they are after the backward pass, and "
+                "end with a backward pass outside of rt.no_sync",
+            )
 
     @torch.no_grad()
     def note_given(self, tensors: Iterable[Tensor]) -> None:
@@ -199,6 +220,10 @@ class ReplicaDigest:
             yield _GIVEN, self._given
         if (given := take_given()) is not None:
             yield _COMPUTED, given.to(device)
+        if (numbers := take_numbers()) is not None:
+            yield _NUMBERS, numbers.to(device)
+        if self._optimizer and (optimizer := self._optimizer()):
+            yield from _options(optimizer, device)
         if digest := self._context.batch.current.digest:
             yield _READ, torch.tensor([digest], device=device)
 
@@ -327,10 +352,29 @@ _HINT_READ = (
 )
 
 
+def _options(
+    optimizer: torch.optim.Optimizer, device: torch.device
+) -> Iterator[tuple[str, Tensor]]:
+    """Return the numbers in the options of an optimizer, each of all groups together."""
+    found: dict[str, list[float]] = {}
+    for group in optimizer.param_groups:
+        for name, value in group.items():
+            values = value if isinstance(value, tuple) else (value,)
+            numbers = [float(v) for v in values if _is_number(v)]
+            if numbers:
+                found.setdefault(name, []).extend(numbers)
+    for name, numbers in found.items():
+        yield f"{_OPTION}{name}", torch.tensor(numbers, dtype=torch.float64).to(device)
+
+
+def _is_number(value: object) -> bool:
+    return isinstance(value, int | float) or (isinstance(value, Tensor) and value.numel() == 1)
+
+
 def _hint(sentence: str) -> str:
     """Return what to do about `sentence`."""
     outside = OutsideParameters.hint_for(sentence)
-    if _COMPUTED in sentence:
+    if _COMPUTED in sentence or _NUMBERS in sentence or _OPTION in sentence:
         return _HINT_COMPUTED
     return outside or (_HINT_READ if _READ in sentence else _HINT)
 

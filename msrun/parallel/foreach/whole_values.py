@@ -23,6 +23,8 @@ import torch
 from torch import Tensor, nn
 
 from msrun.parallel import torch_compat
+from msrun.parallel.config import DATA_AXIS
+from msrun.parallel.layout import EXPERT_COPIES
 from msrun.parallel.local import is_sharded, local_part
 
 if TYPE_CHECKING:
@@ -30,19 +32,22 @@ if TYPE_CHECKING:
 
 PartOf = Callable[[Tensor, Tensor], Tensor]
 
+# Of meshes over which ZeRO divides.
+_DATA_AXES = (DATA_AXIS, "dp_shard", EXPERT_COPIES)
 _ELEMENTS = 4096
 # Ranks compare every thousand steps at last, and a step may take hundreds.
 _GIVEN_MAX = 256
 _CALLS = frozenset(["_call_impl", "_wrapped_call_impl"])
 _MODULE = nn.Module.__call__.__code__.co_filename
 _LIBRARIES = (Path(torch.__file__).parent, Path(__file__).parents[2])
-_MIXED = "mixed torch.Tensor and DTensor"
+_UNKNOWN = ("mixed torch.Tensor and DTensor", "does not have a sharding strategy")
 _HINT = (
     "torch computes no plain tensor with a sharded parameter or gradient here: call full_tensor() "
     "of the sharded ones on all ranks, and write results with param.copy_(whole) or "
     "param.grad.copy_(whole) under torch.no_grad()"
 )
 _given: list[Tensor] = []
+_numbers: list[Tensor] = []
 _part_of: list[PartOf] = []
 
 
@@ -53,13 +58,13 @@ def support_values(part_of: PartOf) -> None:
         part_of: Returns this rank's part of a whole tensor, placed like a sharded one.
     """
     _part_of[:] = [part_of]
-    if torch_compat.replace_element_methods(_take, _drawn):
+    if torch_compat.replace_element_methods(_take, _drawn, _note_number):
         before = sys.excepthook
 
         def show(
             kind: type[BaseException], error: BaseException, trace: TracebackType | None
         ) -> None:
-            if isinstance(error, RuntimeError) and _MIXED in str(error):
+            if isinstance(error, RuntimeError) and any(text in str(error) for text in _UNKNOWN):
                 error.add_note(f"msrun: {_line(trace)}{_HINT}")
             before(kind, error, trace)
 
@@ -72,6 +77,15 @@ def take_given() -> Tensor | None:
         return None
     total = torch.stack(_given).sum()  # in any order
     _given.clear()
+    return total.reshape(1)
+
+
+def take_numbers() -> Tensor | None:
+    """Return one for the numbers that sharded tensors were written with; None without one."""
+    if not _numbers:
+        return None
+    total = torch.stack([number.cpu() for number in _numbers]).sum()  # in any order
+    _numbers.clear()
     return total.reshape(1)
 
 
@@ -103,6 +117,22 @@ def _take(like: DTensor, value: Tensor) -> tuple[Tensor, Tensor]:
     if is_partial or value.shape != like.shape:
         return like, value
     return like, _as_part(value, like)
+
+
+def _note_number(like: DTensor, value: Tensor | float) -> None:
+    """Note what a script writes to what data-parallel ranks have parts of.
+
+    Each rank may have computed it from its own samples, as a loss, and no replicas would differ.
+    """
+    names = like.device_mesh.mesh_dim_names or ()
+    placed = zip(names, like.placements, strict=False)
+    is_divided = any(name in _DATA_AXES and placement.is_shard() for name, placement in placed)
+    if not is_divided or (torch.is_grad_enabled() and like.requires_grad) or _is_in_model():
+        return
+    number = torch.as_tensor(value).detach().reshape(()).to(torch.float64, copy=True)
+    _numbers.append(number.view(torch.int64))
+    if len(_numbers) == _GIVEN_MAX:
+        _numbers[:] = [torch.stack([number.cpu() for number in _numbers]).sum()]
 
 
 def _as_part(value: Tensor, like: DTensor) -> DTensor:

@@ -111,6 +111,10 @@ class BatchRows:
         if any(map(self.has, args)) or sources & self._terms:
             self._terms.update(terms)
 
+    def is_over(self, term: int) -> bool:
+        """Return whether the term of this number is over rows."""
+        return term in self._terms
+
     def has(self, value: Any) -> bool:
         """Return whether `value` is a tensor with rows."""
         return getattr(value, _HAS_ROWS, None) in (self._number, _GATHERED)

@@ -298,6 +298,10 @@ class LossWatch(LinkedTerms):
         check_columns(value, [term for term in terms if term.columns])
         return terms
 
+    def is_over_rows(self, term: Term) -> bool:
+        """Return whether `term` is known to be over rows of the batch."""
+        return self._batch_rows.is_over(self._terms.index(term))
+
     def read(self, loss: Tensor) -> PartLoss:
         """Return what the functions that were seen say about `loss`, one number.
 

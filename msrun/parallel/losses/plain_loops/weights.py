@@ -29,16 +29,18 @@ from typing import Any, Literal, NamedTuple
 import torch
 import torch.distributed as dist
 from torch import Tensor, nn
+from torch.nn import Parameter
 from torch.overrides import TorchFunctionMode
 
 from msrun.errors import ModelError
 from msrun.parallel.config import ROOT
 from msrun.parallel.exchange import messages
 from msrun.parallel.foreach.values import refused_penalties
-from msrun.parallel.local import full_tensor
+from msrun.parallel.local import full_tensor, is_sharded
 from msrun.parallel.losses.batch import tensors_in
 from msrun.parallel.losses.calls.unknown import warn_of_unknown
 from msrun.parallel.losses.linearity import derivatives
+from msrun.parallel.losses.own_gradients import is_gradient
 from msrun.parallel.losses.sample_watch import SampleWatch
 from msrun.parallel.losses.terms import Term
 from msrun.parallel.losses.watch import LossWatch
@@ -57,6 +59,18 @@ _HINT = (
     "rt.step divides by the count of all ranks; a loop may divide the sum by "
     "rt.mean_over_data(count), which all ranks have"
 )
+_GRADIENTS = (
+    "gradients that torch.autograd.grad takes by parameters in this loop are those of this rank's "
+    "samples, and no rank averages them"
+)
+_GRADIENTS_HINT = "call backward(), or average them with rt.mean_over_data"
+_COLLECTIVES = dist.all_reduce.__module__
+_UNUSED = "not have been used in the graph"  # torch's sentence
+_DIVIDED = (
+    "torch.autograd.grad is asked for gradients by parameters that ZeRO has divided, and the "
+    "forward computed with gathered ones"
+)
+_DIVIDED_HINT = f"call backward(), or choose `{ROOT}: {{optimizer: {{zero: 0}}}}`"
 
 
 class Weight(NamedTuple):
@@ -89,6 +103,7 @@ class PlainLosses:
     def __init__(self) -> None:
         self._steps = 0
         self._is_paused = False
+        self._has_gradients = False  # by parameters, which nothing has averaged
         self._follows_data = False
         self._window: _Window | None = None
         self._open = contextlib.ExitStack()
@@ -105,6 +120,7 @@ class PlainLosses:
             batch: Tensors that it gets.
             mixes: Whether to look at the first step for what mixes samples.
         """
+        self._tell_gradients()
         if self._is_due(model) and (self._steps == 0 or model not in self._without_loss):
             window = self._look(batch)
             if mixes and self._steps == 0:
@@ -130,7 +146,7 @@ class PlainLosses:
     def _look(self, batch: Sequence[Tensor]) -> _Window:
         if self._window is None or self._window.has_ended:
             self._close()
-            self._window = _Window(batch, self._note)
+            self._window = _Window(batch, self._note, self._note_gradients)
             self._open.enter_context(eagerly())
             self._open.enter_context(_below(self._window))
         return self._window
@@ -149,6 +165,7 @@ class PlainLosses:
             ModelError: Elements weigh otherwise than in one process, on all ranks.
         """
         self._close()
+        self._tell_gradients()
         found, self._found = self._found, []
         self._steps += 1
         if not (self._steps in _STEPS or self._steps % _EVERY == 0 or self._follows_data):
@@ -195,6 +212,15 @@ class PlainLosses:
         elif self._steps == 0:
             warn_of_unknown(loss)
 
+    def _note_gradients(self, *, are_averaged: bool) -> None:
+        """Note that a script takes gradients by parameters, or that ranks reduce something."""
+        self._has_gradients = not (are_averaged or self._is_paused)
+
+    def _tell_gradients(self) -> None:
+        if self._has_gradients:
+            self._has_gradients = False
+            self._warn(_GRADIENTS, _GRADIENTS_HINT)
+
     def _warn(self, text: str, hint: str) -> None:
         if text not in self._warned:
             self._warned.add(text)
@@ -211,6 +237,7 @@ class _Window(TorchFunctionMode):
     Args:
         batch: Tensors that the model gets.
         note: Gets each loss that is about to be differentiated.
+        note_gradients: Called when gradients by parameters are taken, and when ranks reduce.
 
     Attributes:
         has_ended: Whether a backward pass has begun.
@@ -219,9 +246,14 @@ class _Window(TorchFunctionMode):
     is_watch = True
     has_ended = False
 
-    def __init__(self, batch: Sequence[Tensor], note: Callable[[Tensor], None]) -> None:
+    def __init__(
+        self,
+        batch: Sequence[Tensor],
+        note: Callable[[Tensor], None],
+        note_gradients: Callable[..., None],
+    ) -> None:
         super().__init__()
-        self._note = note
+        self._note, self._note_gradients = note, note_gradients
         self._losses = LossWatch(_samples(batch), inputs=batch)
         self._mixtures: list[SampleWatch] = []
         self._problem: ModelError | None = None
@@ -248,6 +280,20 @@ class _Window(TorchFunctionMode):
             self._note(args[0])
             with refused_penalties():
                 return func(*args, **kwargs)
+        if getattr(func, "__module__", "") == _COLLECTIVES:
+            self._note_gradients(are_averaged=True)
+        if is_gradient(func):
+            with self._taking_gradients(*args, **kwargs):
+                return self._watched(func, types, args, kwargs)
+        return self._watched(func, types, args, kwargs)
+
+    def _watched(
+        self,
+        func: Callable[..., Any],
+        types: Iterable[type],
+        args: tuple[Any, ...],
+        kwargs: dict[str, Any],
+    ) -> Any:
         try:
             with self._looking() if self._mixtures else contextlib.nullcontext():
                 # As if it were the mode on top, which takes longer to enter.
@@ -255,6 +301,23 @@ class _Window(TorchFunctionMode):
         except ModelError as error:  # of a loss over the samples of the part
             self._problem = error
         return func(*args, **kwargs)
+
+    @contextlib.contextmanager
+    def _taking_gradients(self, outputs: Any, inputs: Any, *_: Any, **__: Any) -> Iterator[None]:
+        """Note gradients inside of what a model returned, if they are by parameters.
+
+        Raises:
+            ModelError: The parameters are divided, and the forward computed with gathered ones.
+        """
+        params = [value for value in tensors_in(inputs) if isinstance(value, Parameter)]
+        if params and any(map(self.is_of_outputs, tensors_in(outputs))):
+            self._note_gradients(are_averaged=False)
+        try:
+            yield
+        except RuntimeError as error:
+            if _UNUSED in str(error) and any(map(is_sharded, params)):
+                raise ModelError(_DIVIDED, hint=_DIVIDED_HINT) from None
+            raise
 
     @contextlib.contextmanager
     def _looking(self) -> Iterator[None]:
@@ -284,12 +347,16 @@ class _Window(TorchFunctionMode):
         return False
 
     def terms_of(self, loss: Tensor) -> list[Term]:
-        """Return the means and sums of which `loss` is made.
+        """Return the means and sums of which `loss` is made, but for sums of weights alone.
 
         Raises:
             ModelError: It depends on a number of the part that the batch has another of.
         """
-        return self._losses.terms_of(loss)
+        return [
+            term
+            for term in self._losses.terms_of(loss)
+            if not term.is_sum or self._losses.is_over_rows(term) or self.is_of_outputs(term.total)
+        ]
 
     def mixture(self, loss: Tensor) -> ModelError | None:
         """Return what is wrong with `loss` if it depends on mixed samples; or warn of it."""
