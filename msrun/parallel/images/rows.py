@@ -8,7 +8,7 @@ can save its result.  The gradient of a row that was received goes back to the r
 from __future__ import annotations
 
 import math
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from typing import Any, NamedTuple
 
 import torch
@@ -85,7 +85,7 @@ def move_rows(
     if move.is_still:
         return x
     if move.is_local:
-        parts = [x.narrow(dim, p.first - move.first, p.end - p.first) for p in move.own]
+        parts = [_rows(x, move, piece) for piece in move.own]
         return parts[0] if len(parts) == 1 else torch.cat(parts or [x.narrow(dim, 0, 0)], dim)
     moved: Tensor = _MoveRows.apply(x, move)  # type: ignore[no-untyped-call]
     return moved
@@ -115,25 +115,29 @@ class _ReturnRows(Function):
 
 def received(x: Tensor, move: RowMove) -> list[Tensor]:
     """Return the pieces that this rank gets, in order."""
+    return begin_to_receive(x, move)()
+
+
+def begin_to_receive(x: Tensor, move: RowMove) -> Callable[[], list[Tensor]]:
+    """Start `received`, and return what waits for it and returns its result."""
     ranks = range(len(move.have))
     sent = [_lengths(move.from_others(rank, move.rank)) for rank in ranks]
     got = [_lengths(move.from_others(move.rank, rank)) for rank in ranks]
-    parts = [
-        x.narrow(move.dim, piece.first - move.first, piece.end - piece.first)
-        for rank in ranks
-        for piece in move.from_others(rank, move.rank)
-    ]
+    parts = [_rows(x, move, piece) for rank in ranks for piece in move.from_others(rank, move.rank)]
     rows_sent, rows_got = map(sum, sent), map(sum, got)
-    arrived = _begin_exchange(x, move, parts, [*rows_sent], [*rows_got])()
-    queues = [
-        iter(_unpacked(x, move.dim, flat, sizes)) for flat, sizes in zip(arrived, got, strict=True)
-    ]
-    return [
-        x.narrow(move.dim, piece.first - move.first, piece.end - piece.first)
-        if piece.source == move.rank
-        else next(queues[piece.source])
-        for piece in move.own
-    ]
+    arrived = _begin_exchange(x, move, parts, [*rows_sent], [*rows_got])
+
+    def finish() -> list[Tensor]:
+        queues = [
+            iter(_unpacked(x, move.dim, flat, sizes))
+            for flat, sizes in zip(arrived(), got, strict=True)
+        ]
+        return [
+            _rows(x, move, piece) if piece.source == move.rank else next(queues[piece.source])
+            for piece in move.own
+        ]
+
+    return finish
 
 
 def sent_back(gradient: Tensor, move: RowMove) -> Tensor:
@@ -143,39 +147,66 @@ def sent_back(gradient: Tensor, move: RowMove) -> Tensor:
 
 def begin_to_send_back(gradient: Tensor, move: RowMove) -> Callable[[], Tensor]:
     """Start `sent_back`, and return what waits for it and returns its result."""
-    ranks = range(len(move.have))
-    own_first, own_end = move.have[move.rank]
     own: list[tuple[RowPiece, Tensor]] = []
-    away: dict[int, list[Tensor]] = {rank: [] for rank in ranks}
-    row = 0
-    for piece in move.own:
-        length = piece.end - piece.first
-        part = gradient.narrow(move.dim, row, length)
-        row += length
+    others = []
+    parts = gradient.split(_lengths(move.own), move.dim)
+    for piece, part in zip(move.own, parts, strict=True):
         if piece.source == move.rank:
             own.append((piece, part))
         else:
-            away[piece.source].append(part)
-    got = [move.from_others(rank, move.rank) for rank in ranks]
-    sizes = [sum(p.size(move.dim) for p in away[rank]) for rank in ranks]
-    parts = [part for rank in ranks for part in away[rank]]
-    arrived = _begin_exchange(gradient, move, parts, sizes, [sum(_lengths(p)) for p in got])
+            others.append(part)
+    add_returned = begin_to_return(others, move, gradient)
+    first, end = move.have[move.rank]
 
     def finish() -> Tensor:
-        if [(piece.first, piece.end) for piece, _ in own] == [(own_first, own_end)]:
-            total, added = own[0][1].clone(), []
+        if [(piece.first, piece.end) for piece, _ in own] == [(first, end)]:
+            total = own[0][1].clone()
         else:
             shape = list(gradient.shape)
-            shape[move.dim] = own_end - own_first
-            total, added = gradient.new_zeros(shape), [*own]
-        for found, flat in zip(got, arrived(), strict=True):
-            back = _unpacked(total, move.dim, flat, _lengths(found))
-            added += zip(found, back, strict=True)
-        for piece, part in added:
-            total.narrow(move.dim, piece.first - own_first, piece.end - piece.first).add_(part)
+            shape[move.dim] = end - first
+            total = gradient.new_zeros(shape)
+            for piece, part in own:
+                _rows(total, move, piece).add_(part)
+        add_returned(total)
         return total
 
     return finish
+
+
+def begin_to_return(
+    gradients: Sequence[Tensor], move: RowMove, like: Tensor
+) -> Callable[[Tensor], None]:
+    """Start to send gradients of the rows that this rank got from others to where they are from.
+
+    What is returned waits, and adds what arrives to the gradient of the rows that this rank has.
+
+    Args:
+        gradients: Of the pieces from other ranks, in order.
+        move: How they got here.
+        like: A tensor of the same sizes in other dims.
+    """
+    ranks = range(len(move.have))
+    away: list[list[Tensor]] = [[] for _ in ranks]
+    pieces_got = (piece for piece in move.own if piece.source != move.rank)
+    for piece, gradient in zip(pieces_got, gradients, strict=True):
+        away[piece.source].append(gradient)
+    back = [move.from_others(rank, move.rank) for rank in ranks]
+    sizes = [sum(part.size(move.dim) for part in parts) for parts in away]
+    parts = [part for of_rank in away for part in of_rank]
+    arrived = _begin_exchange(like, move, parts, sizes, [sum(_lengths(p)) for p in back])
+
+    def add_returned(total: Tensor) -> None:
+        for found, flat in zip(back, arrived(), strict=True):
+            returned = _unpacked(total, move.dim, flat, _lengths(found))
+            for piece, part in zip(found, returned, strict=True):
+                _rows(total, move, piece).add_(part)
+
+    return add_returned
+
+
+def _rows(x: Tensor, move: RowMove, piece: RowPiece) -> Tensor:
+    """Return rows of `x`, which has those of this rank."""
+    return x.narrow(move.dim, piece.first - move.first, piece.end - piece.first)
 
 
 def _begin_exchange(
@@ -205,5 +236,5 @@ def _unpacked(x: Tensor, dim: int, flat: Tensor, sizes: list[int]) -> list[Tenso
     return found
 
 
-def _lengths(found: list[RowPiece]) -> list[int]:
+def _lengths(found: Sequence[RowPiece]) -> list[int]:
     return [piece.end - piece.first for piece in found]

@@ -1,250 +1,24 @@
 """Rules for convolutions and pooling: a rank gets the rows around its part that its windows read.
 
-The rows of an output are divided like those of every image, so a rank knows by arithmetic which
-input rows its windows read: its own, some of other ranks, and padding at the border of the image.
 It computes on them without padding in that dim.
 """
 
 from __future__ import annotations
 
 import math
-from collections.abc import Callable, Sequence
-from typing import Any, NamedTuple
+from collections.abc import Sequence
+from typing import Any
 
 import torch
 from torch import Tensor
 from torch.autograd import Function
 from torch.nn import functional
 
-from msrun.parallel.autocast.casts import as_factor, wide
+from msrun.parallel.autocast.casts import as_factor
+from msrun.parallel.images.convolution import Options, convolve
 from msrun.parallel.images.image_tensor import ImageCall, ImageDim, ImageTensor, Places, rule
-from msrun.parallel.images.rows import RowMove, begin_to_send_back, received
-from msrun.parallel.notation.image_parts import Span, pieces, window_rows
-
-_CHANNELS = 1
-
-
-class Reach(NamedTuple):
-    """The rows of one dim that windows of this rank read.
-
-    Args:
-        move: How they get here.
-        before: Rows of padding before them.
-        after: And after them.
-    """
-
-    move: RowMove
-    before: int
-    after: int
-
-
-class Window(NamedTuple):
-    """Windows along one dim."""
-
-    kernel: int
-    stride: int
-    padding: int
-    dilation: int
-
-    def count(self, rows: int, *, ceil: bool = False) -> int:
-        """Return how many there are over so many rows."""
-        room = rows + 2 * self.padding - self.dilation * (self.kernel - 1) - 1
-        found = (-(-room // self.stride) if ceil else room // self.stride) + 1
-        # As in torch: the last window must begin inside of the image or the padding before it.
-        if ceil and (found - 1) * self.stride >= rows + self.padding:
-            found -= 1
-        return found
-
-
-def reach(x: ImageTensor, dim: int, window: Window, count: int) -> Reach:
-    """Return what windows along a divided dim of `x` read, of which there are `count`."""
-    axis, rows = x.axes[x.placed()[dim]], x.shape[dim]
-    wanted = [
-        window_rows(
-            out,
-            kernel=window.kernel,
-            stride=window.stride,
-            padding=window.padding,
-            dilation=window.dilation,
-        )
-        for out in axis.spans(count)
-    ]
-    inside: list[Span] = [(min(max(a, 0), rows), min(max(b, 0), rows)) for a, b in wanted]
-    first, end = wanted[axis.rank]
-    found, last = inside[axis.rank]
-    plan = pieces(axis.spans(rows), tuple((span,) if span[1] > span[0] else () for span in inside))
-    move = RowMove(dim, axis.group, axis.rank, axis.spans(rows), plan)
-    if found >= last:  # all of it is padding
-        return Reach(move, end - first, 0)
-    return Reach(move, found - first, end - last)
-
-
-class Extended(NamedTuple):
-    """A part with the rows around it.
-
-    Args:
-        x: All of them.
-        arrived: For each dim what is not of the part itself: the pieces before and after it.
-    """
-
-    x: Tensor
-    arrived: list[tuple[list[Tensor], list[Tensor]]]
-
-
-def extended(x: Tensor, reaches: Sequence[Reach], value: float = 0.0) -> Extended:
-    """Return `x` with the rows that windows read, and padding of `value`."""
-    arrived = []
-    for one in reaches:
-        parts = [x] if one.move.is_still else received(x, one.move)
-        own = [at for at, p in enumerate(one.move.own) if p.source == one.move.rank]
-        at = own[0] if own else len(parts)
-        others = (parts[:at], parts[at + 1 :])
-        x = _joined(x, one, others, value)
-        arrived.append(others)
-    return Extended(x, arrived)
-
-
-def again(
-    x: Tensor, reaches: Sequence[Reach], arrived: Sequence[tuple[list[Tensor], list[Tensor]]]
-) -> Tensor:
-    """Return what `extended` returned, from what arrived then."""
-    for one, others in zip(reaches, arrived, strict=True):
-        x = _joined(x, one, others, 0.0)
-    return x
-
-
-def _joined(
-    x: Tensor, one: Reach, others: tuple[list[Tensor], list[Tensor]], value: float
-) -> Tensor:
-    move = one.move
-    own = [
-        x.narrow(move.dim, p.first - move.first, p.end - p.first)
-        for p in move.own
-        if p.source == move.rank
-    ]
-    parts = [_padding(x, move.dim, one.before, value), *others[0], *own, *others[1]]
-    parts.append(_padding(x, move.dim, one.after, value))
-    parts = [part for part in parts if part.size(move.dim)]
-    return parts[0] if len(parts) == 1 else torch.cat(parts, move.dim)
-
-
-def _padding(x: Tensor, dim: int, rows: int, value: float) -> Tensor:
-    shape = list(x.shape)
-    shape[dim] = rows
-    return x.new_full(shape, value)
-
-
-def drawn_in(gradient: Tensor, reaches: Sequence[Reach]) -> Tensor:
-    """Return the gradient of a part, from that of the part with the rows around it."""
-    return begin_to_draw_in(gradient, reaches)()
-
-
-def begin_to_draw_in(gradient: Tensor, reaches: Sequence[Reach]) -> Callable[[], Tensor]:
-    """Start the first exchange of `drawn_in`, and return what ends it and returns the result."""
-    if not reaches:
-        return lambda: gradient
-    *others, last = reaches
-    dim = last.move.dim
-    gradient = gradient.narrow(dim, last.before, gradient.size(dim) - last.before - last.after)
-    if not last.move.is_still:
-        pending = begin_to_send_back(gradient, last.move)
-        return lambda: drawn_in(pending(), others)
-    return begin_to_draw_in(gradient, others)
-
-
-class _Extend(Function):
-    """`extended` with a gradient."""
-
-    @staticmethod
-    def forward(ctx: Any, x: Tensor, reaches: Sequence[Reach], value: float) -> Tensor:
-        ctx.reaches = reaches
-        return extended(x, reaches, value).x
-
-    @staticmethod
-    def backward(ctx: Any, gradient: Tensor) -> tuple[Tensor | None, ...]:
-        return _DrawIn.apply(gradient, ctx.reaches), None, None  # type: ignore[no-untyped-call]
-
-
-class _DrawIn(Function):
-    @staticmethod
-    def forward(ctx: Any, gradient: Tensor, reaches: Sequence[Reach]) -> Tensor:
-        ctx.reaches = reaches
-        return drawn_in(gradient, reaches).clone()
-
-    @staticmethod
-    def backward(ctx: Any, gradient: Tensor) -> tuple[Tensor | None, ...]:
-        return _Extend.apply(gradient, ctx.reaches, 0.0), None  # type: ignore[no-untyped-call]
-
-
-def extend(x: Tensor, reaches: Sequence[Reach], value: float = 0.0) -> Tensor:
-    """Return `x` with the rows that windows read."""
-    if all(one.move.is_still and not (one.before or one.after) for one in reaches):
-        return x
-    result: Tensor = _Extend.apply(x, reaches, value)  # type: ignore[no-untyped-call]
-    return result
-
-
-class _Convolve(Function):
-    """A convolution of a part and the rows around it.
-
-    It keeps the part, which the layer before keeps too, and the few rows that arrived; a copy of
-    all would cost the memory that the division saves.
-    """
-
-    @staticmethod
-    def forward(  # noqa: PLR0917 - as of autograd
-        ctx: Any,
-        x: Tensor,
-        weight: Tensor,
-        bias: Tensor | None,
-        reaches: Sequence[Reach],
-        options: tuple[list[int], list[int], list[int], int],
-    ) -> Tensor:
-        found = extended(x, reaches)
-        flat = [part for pair in found.arrived for side in pair for part in side]
-        ctx.save_for_backward(x, weight, bias, *flat)
-        ctx.counts = [tuple(map(len, pair)) for pair in found.arrived]
-        ctx.reaches, ctx.options = reaches, options
-        stride, padding, dilation, groups = options
-        return torch.convolution(
-            found.x,
-            weight,
-            bias,
-            stride,
-            padding,
-            dilation,
-            False,  # noqa: FBT003
-            [0] * len(stride),
-            groups,
-        )
-
-    @staticmethod
-    @torch.autograd.function.once_differentiable
-    def backward(ctx: Any, gradient: Tensor) -> tuple[Tensor | None, ...]:
-        x, weight, bias, *flat = ctx.saved_tensors
-        left = iter(flat)
-        arrived = [
-            ([next(left) for _ in range(before)], [next(left) for _ in range(after)])
-            for before, after in ctx.counts
-        ]
-        stride, padding, dilation, groups = ctx.options
-        factors = [gradient, again(x, ctx.reaches, arrived), weight]
-        biases = None if bias is None else [*bias.shape]
-        options = (biases, stride, padding, dilation, False, [0] * len(stride), groups)
-        backward = torch.ops.aten.convolution_backward
-        needs_x, needs_weight, needs_bias = ctx.needs_input_grad[:3]
-        of_x = of_weight = of_bias = None
-        if needs_x:
-            here = backward(*factors, *options, [True, False, False])[0]
-            of_x = begin_to_draw_in(here, ctx.reaches)
-        # The gradient of the weights is computed while rows are on their way back.
-        if needs_weight or needs_bias:
-            if gradient.size(-1) == 1 and stride[-1] > 1:
-                # Of these, oneDNN adds up bfloat16 numbers that nothing wrote.
-                factors = [one.to(wide(one)) for one in factors]
-            needs = [False, needs_weight, bool(needs_bias and bias is not None)]
-            _, of_weight, of_bias = backward(*factors, *options, needs)
-        return of_x and of_x(), of_weight, of_bias, None, None
+from msrun.parallel.images.windows import Reach, drawn_in, extend, extended, reach
+from msrun.parallel.notation.image_parts import Span, Window
 
 
 class _MaxPool(Function):
@@ -310,12 +84,10 @@ def convolved(call: ImageCall) -> Any:
     places, reaches = _reaches(call, x, windows)
     for one in reaches:
         padding[one.move.dim - 2] = 0
-    # Autocast does not know what `_Convolve` calls, and rows travel in the type of the product.
-    parts = [None if part is None else as_factor(part) for part in (x.local, weight, bias)]
-    local: Tensor = _Convolve.apply(  # type: ignore[no-untyped-call]
-        *parts, reaches, (stride, padding, dilation, groups)
-    )
-    return x.like(local, places)
+    # Autocast does not know what `convolve` calls, and rows travel in the type of the product.
+    weight, bias = as_factor(weight), None if bias is None else as_factor(bias)
+    options = Options(stride, padding, dilation, groups)
+    return x.like(convolve(as_factor(x.local), weight, bias, reaches, options), places)
 
 
 def _reaches(

@@ -86,10 +86,105 @@ def one_each(rows: Sequence[Span]) -> tuple[Spans, ...]:
     return tuple((span,) for span in rows)
 
 
-def window_rows(out: Span, *, kernel: int, stride: int, padding: int, dilation: int) -> Span:
-    """Return the rows that windows read for the rows `out` of their output.
+class Window(NamedTuple):
+    """Windows along one dim."""
 
-    They may begin before row 0 and end behind the last, in the padding.
+    kernel: int
+    stride: int
+    padding: int
+    dilation: int
+
+    @property
+    def length(self) -> int:
+        """How many rows one spans."""
+        return self.dilation * (self.kernel - 1) + 1
+
+    def count(self, rows: int, *, ceil: bool = False) -> int:
+        """Return how many there are over so many rows."""
+        room = rows + 2 * self.padding - self.length
+        found = (-(-room // self.stride) if ceil else room // self.stride) + 1
+        # As in torch: the last window must begin inside of the image or the padding before it.
+        if ceil and (found - 1) * self.stride >= rows + self.padding:
+            found -= 1
+        return found
+
+    def rows(self, out: Span) -> Span:
+        """Return the rows that windows read for the rows `out` of their output.
+
+        They may begin before row 0 and end behind the last, in the padding.
+        """
+        first, end = out
+        return (
+            first * self.stride - self.padding,
+            (end - 1) * self.stride - self.padding + self.length,
+        )
+
+
+class HaloWindows(NamedTuple):
+    """Windows of a part that read rows of other ranks, on one side of the part.
+
+    Args:
+        first: The first row of the part's output that they give.
+        rows: How many they give.
+        kernel: First row of the kernel that reads rows of others.
+        kernels: How many do.
+        before: Zeros before the rows of others that these rows of the kernel read; negative if
+            they do not read so many of the rows.
+        after: And after them.
     """
-    first, end = out
-    return first * stride - padding, (end - 1) * stride - padding + dilation * (kernel - 1) + 1
+
+    first: int
+    rows: int
+    kernel: int
+    kernels: int
+    before: int
+    after: int
+
+
+class Split(NamedTuple):
+    """Windows over a part as windows over own rows, and over the few that are of other ranks.
+
+    Args:
+        padding: Zeros on both sides of own rows that their windows read.
+        before: What rows before the part add; None if windows read none.
+        after: And after it.
+    """
+
+    padding: int
+    before: HaloWindows | None
+    after: HaloWindows | None
+
+
+# Of the rows of an output, those that read rows of others; with more, joining all takes less time.
+_BORDER_SHARE = 1 / 8
+
+
+@lru_cache(maxsize=1024)
+def split(window: Window, rows: int, own: Span, out: Span) -> Split | None:
+    """Return how windows are split between own rows and others; None if they are better not.
+
+    Args:
+        window: The windows.
+        rows: Of the whole image.
+        own: Those of this rank.
+        out: The rows of the output that it computes.
+    """
+    kernel, stride, _, dilation = window
+    first, end = window.rows(out)
+    lead, over = own[0] - first, end - own[1]
+    count, alone = out[1] - out[0], window._replace(padding=lead)
+    if lead < 0 or alone.count(own[1] - own[0]) != count:
+        return None
+    before = after = None
+    if max(first, 0) < own[0]:
+        reading, kernels = -(-lead // stride), min(kernel, -(-lead // dilation))
+        read = (reading - 1) * stride + (kernels - 1) * dilation + 1
+        before = HaloWindows(0, reading, 0, kernels, max(-first, 0), read - lead)
+    if min(end, rows) > own[1]:
+        reading, kernels = -(-over // stride), min(kernel, -(-over // dilation))
+        read = (reading - 1) * stride + (kernels - 1) * dilation + 1
+        after = HaloWindows(
+            count - reading, reading, kernel - kernels, kernels, read - over, max(end - rows, 0)
+        )
+    reading = sum(border.rows for border in (before, after) if border)
+    return Split(lead, before, after) if reading <= _BORDER_SHARE * count else None

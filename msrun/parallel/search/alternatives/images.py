@@ -15,7 +15,7 @@ import math
 from collections.abc import Iterator, Mapping, Sequence
 
 from msrun.parallel.config import DATA_AXIS
-from msrun.parallel.notation.image_parts import spans, window_rows
+from msrun.parallel.notation.image_parts import Window, spans
 from msrun.parallel.search.alternatives.one_rank import (
     Alternative,
     Findings,
@@ -185,15 +185,10 @@ class _ImageWalk:
             padding = dilations[dim] * (kernels[dim] - 1) // 2
             if not isinstance(paddings, str):
                 padding = _per_dim(paddings, dims)[dim]
+            window = Window(kernels[dim], strides[dim], padding, dilations[dim])
             rows = 0
             for own, end in zip(spans(size, ranks), spans(made, ranks), strict=True):
-                first, last = window_rows(
-                    end,
-                    kernel=kernels[dim],
-                    stride=strides[dim],
-                    padding=padding,
-                    dilation=dilations[dim],
-                )
+                first, last = window.rows(end)
                 rows = max(rows, max(0, own[0] - max(0, first)) + max(0, min(size, last) - own[1]))
             others = self._share(source) / (math.ceil(size / ranks) / size)
             # `collective` counts the bytes of the full tensor, of which a rank gets this share.
