@@ -280,11 +280,11 @@ def _train(
     parts = [StepBatch(*part) for part in split_batch(tuple(batch), sharded.microbatches)]
     context.batch.parts = len(parts)
     tally = LossTally(ranks, parts=len(parts), samples=batch_size(batch), items=batch.items)
+    tally.is_cut |= sharded.has_fixed_shapes  # by a plan of mode auto
     known = context.batch.current.samples if len(parts) == 1 else 0
     dim = sample_dim(batch, known)
-    # A rank whose loss needs no gradient may skip its backward pass: the reducer still takes part
-    # in the all-reduce.  ZeRO gathers parameters in the backward pass, so there no rank may skip.
-    # So do experts exchange tokens, and ranks that share an image its rows.
+    # A rank whose loss needs no gradient may skip its backward pass: the reducer still takes part.
+    # Not where ZeRO gathers in it, experts exchange tokens, or ranks share the rows of an image.
     must_join = sharded.order is not None or sharded.exchanges_tokens
     may_skip = ranks.size > 1 and not must_join and context.images is None
     looks = looks and _may_look(sharded, tally, len(parts), known)

@@ -10,7 +10,8 @@ have all rows and went through the same functions.  Refused are
 - rows of which others are treated otherwise, and
 - functions of several rows at once, such as the difference of two halves of the batch.
 
-A shift by few rows is left alone: in batches with the sequence first, targets are behind by one.
+A loss may shift by few rows where no micro-batches cut rows: in batches with the sequence
+first, targets are behind by one.
 """
 
 from __future__ import annotations
@@ -27,6 +28,7 @@ _OF_LOSS, _OF_MODEL = "msrun_rows", "msrun_model_rows"
 _CUTTING = frozenset(
     ["__getitem__", "narrow", "select", "chunk", "split", "tensor_split", "unbind"]
 )
+_NUMBERING = ("chunk", "tensor_split")
 _JOINING = frozenset(["cat", "concat", "concatenate", "stack", "hstack", "vstack", "dstack"])
 _JOINING |= {"row_stack", "column_stack", "pad_sequence", "block_diag", "as_nested_tensor"}
 _JOINING |= {"nested_tensor", "_nested_tensor_from_tensor_list"}
@@ -56,6 +58,7 @@ class RowsWatch:
         number: Of the watch.
         samples: Samples of this part of the batch.
         of_model: Whether it also looks at the model; both kinds look at a loss function.
+        is_cut: Whether micro-batches cut dim 0, so that it has samples for certain.
 
     Attributes:
         has_cut: Whether rows were cut.
@@ -63,12 +66,16 @@ class RowsWatch:
 
     has_cut = False
 
-    def __init__(self, number: int, samples: int, *, of_model: bool = False) -> None:
+    def __init__(
+        self, number: int, samples: int, *, of_model: bool = False, is_cut: bool = False
+    ) -> None:
         self._number = number
+        self._is_cut = is_cut
         self._mark = _OF_MODEL if of_model else _OF_LOSS
         self._samples = samples
         # A part of one sample says what is cut, and not what is left out: as of two samples.
         self._every: Rows = frozenset(range(max(samples, 2)))
+        self._numbered: set[Rows] = set()  # slices of which there are as many in any batch
 
     def follow(
         self,
@@ -113,7 +120,7 @@ class RowsWatch:
             # One row of integers may be left alone by `SampleWatch`, and so have no history.
             histories = tuple(own.history for x, own in found if x.is_floating_point())
             self._note(results, RowsOrigin(next(iter(sets)), hash((name, histories))))
-        elif not any(_is_shift(one, other) for one in sets for other in sets):
+        elif self._is_cut or not any(_is_shift(one, other) for one in sets for other in sets):
             self._note(results, RowsOrigin(_MIXED))
 
     def is_part(self, value: Tensor) -> bool:
@@ -124,6 +131,14 @@ class RowsWatch:
         """Return whether `value` is computed from one row alone, and is no slice with this row."""
         origin = None if value.shape[:1] == (1,) else self._noted(value)
         return origin is not None and len(origin.rows) == 1 and origin.rows != _MIXED
+
+    def is_slice(self, value: Tensor) -> bool:
+        """Return whether `value` is a number of some rows, of which a batch has as many slices.
+
+        Of `chunk(4)` any batch has four.
+        """
+        origin = None if value.dim() else self._noted(value)
+        return origin is not None and -1 not in origin.rows and origin.rows not in self._numbered
 
     def are_different(self, values: Sequence[Tensor]) -> bool:
         """Return whether each of `values` is a number, and comes from other rows."""
@@ -166,6 +181,8 @@ class RowsWatch:
                 self._note([tensor], own)
                 continue
             self.has_cut = True
+            if name in _NUMBERING:
+                self._numbered.add(rows)
             self._note([tensor], RowsOrigin(rows, own.history if own else 0))
 
     def _note(self, results: Sequence[Tensor], origin: RowsOrigin | None) -> None:

@@ -102,7 +102,7 @@ class SampleWatch(TorchFunctionMode):
         self.samples = samples
         self.parts = parts
         self._number = next(_watches)
-        self._rows = RowsWatch(self._number, samples, of_model=True)
+        self._rows = RowsWatch(self._number, samples, of_model=True, is_cut=True)
         self._cut = ""  # where rows were cut first
         self._failure: tuple[Exception, str] | None = None  # and its line
         self._pairs = ""  # of rows of different inputs, that were computed first

@@ -95,9 +95,9 @@ class LossTally:
     Attributes:
         numbers: What is added over parts and ranks: the parts of each kind, sum, count and limits,
             and four numbers for each mean of linear losses.
-        has_unreached: Whether stages of a pipeline noted gradients that one process may not have;
-            known after `finish`.
+        has_unreached: Whether stages noted gradients that one process may not have; by `finish`.
         looks: Whether to say of which functions of a loss nothing is known.
+        is_cut: Whether dim 0 of the batch has samples for certain, as micro-batches cut it.
     """
 
     def __init__(
@@ -120,7 +120,7 @@ class LossTally:
         self._is_early = parts == 1 and pipeline is None
         self._dtype = dtype
         self.scale = 1.0
-        self.has_unreached = self.looks = False
+        self.has_unreached, self.looks, self.is_cut = False, False, parts > 1
         self._is_plain = pipeline is None and items is None
         self._terms: Sequence[Term] = ()
         self._host: HostCopy | None = None
@@ -158,7 +158,7 @@ class LossTally:
             return self._pair(loss) or PartLoss(
                 kind="plain", value=full_tensor(one_number(loss, self.device))
             )
-        watch = LossWatch(samples, data, inputs)
+        watch = LossWatch(samples, data, inputs, is_cut=self.is_cut)
         with eagerly(), watch:  # a compiled function calls no function that could be seen
             loss = compute()
         return self._pair(loss) or self._read(watch, one_number(loss, self.device))

@@ -48,11 +48,10 @@ from msrun.parallel.losses.linked_terms import (
     OF_WEIGHTS,
     ONLY_BATCH,
     RANGE,
-    LinkedTerms,
 )
 from msrun.parallel.losses.mixing import Columns, columns, has_pairs, moves_samples, scattered
 from msrun.parallel.losses.own_gradients import BatchRows, is_gradient, is_pure_sum, is_sign
-from msrun.parallel.losses.rows import RowsWatch
+from msrun.parallel.losses.row_terms import OF_ROWS, RowTerms
 from msrun.parallel.losses.terms import (
     NO_LIMIT,
     Kind,
@@ -67,7 +66,7 @@ from msrun.parallel.torch_compat import checkpointed
 _ORDER = "msrun_order"  # of a permutation
 
 
-class LossWatch(LinkedTerms):
+class LossWatch(RowTerms):
     """While it is active, functions that reduce to one number leave their sum and count.
 
     Args:
@@ -75,18 +74,24 @@ class LossWatch(LinkedTerms):
         data: Tensors that a loss function gets of the batch; None takes all for parts of it but
             parameters and what is computed from them alone.
         inputs: Tensors that the model gets of the batch.
+        is_cut: Whether dim 0 of the batch has samples for certain.
     """
 
     is_watch = True
 
     def __init__(
-        self, samples: int, data: Sequence[Tensor] | None = None, inputs: Sequence[Tensor] = ()
+        self,
+        samples: int,
+        data: Sequence[Tensor] | None = None,
+        inputs: Sequence[Tensor] = (),
+        *,
+        is_cut: bool = False,
     ) -> None:
-        super().__init__(takes_all=data is None)
+        has_rows = all(len(x) == samples for x in data or () if x.dim())
+        rows = samples if data and has_rows else 0
+        super().__init__(rows, is_cut=is_cut, takes_all=data is None)
         self._samples = samples
         self._deciding: Term | None = None
-        has_rows = all(len(x) == samples for x in data or () if x.dim())
-        self._rows = RowsWatch(self._number, samples) if data and has_rows else None
         self._batch_rows = BatchRows(self._number, [*inputs, *(data or ())])
         for tensor in data or ():
             self._link(tensor, ONLY_BATCH)
@@ -132,7 +137,8 @@ class LossWatch(LinkedTerms):
         if sums:
             term = sum_of(sums, full_tensor(result), columns="sum" if name == "stack" else "")
             batch = NOTHING if self._takes_all else ONLY_BATCH
-            own = {index for index, each in enumerate(self._terms) if each in sums}
+            given = [*sums, *map(self._own_term, tensors_in([*args]))]  # also means of slices
+            own = {index for index, each in enumerate(self._terms) if each in given}
             self._leave(result, term, sources - own | batch)
         elif self._takes_all and self._are_weights((*args, *kwargs.values())):
             setattr(result, OF_WEIGHTS, self._number)
@@ -166,6 +172,8 @@ class LossWatch(LinkedTerms):
             setattr(result, RANGE, True)
         if name == "randperm":
             setattr(result, _ORDER, True)
+        if name == "stack":
+            self._note_slices(result, tensors_in(args[0]))
         if args and isinstance(args[0], Tensor) and result is not args[0]:
             if name in torch_calls.KEEPING:
                 self._keep(args[0], result)
@@ -232,30 +240,6 @@ class LossWatch(LinkedTerms):
                 has_pairs=shown.startswith("pairs"),
             )
             self._leave(tensor, term, sources)
-
-    def _sums(self, name: str, args: tuple[Any, ...]) -> list[Term]:
-        """Return the sums over the batch that a function adds up, or collects; else nothing."""
-        parts: Sequence[Any] = ()
-        if name in torch_calls.ADDING or name in torch_calls.ADDING_IN_PLACE:
-            parts = args
-        elif name == "stack" and isinstance(args[0], tuple | list):
-            parts = args[0]
-        found, rows = [], []
-        for part in parts:
-            term = self._own_term(part) if isinstance(part, Tensor) else None
-            if term and term.is_sum and not term.is_scaled and term.limit == NO_LIMIT:
-                found.append(term)
-            elif name != "stack" and term is None and self._is_row(part):
-                rows.append(part)
-            elif not torch_calls.is_zero(part) or name == "stack":
-                return []
-        if rows and self._rows and not self._rows.are_different(rows):
-            return []
-        return [*found, *(Term(name="losses of samples", total=x, elements=1) for x in rows)]
-
-    def _is_row(self, value: Any) -> bool:
-        """Return whether `value` is computed from one sample alone, as in a loop over samples."""
-        return self._rows is not None and isinstance(value, Tensor) and self._rows.is_one(value)
 
     def _found(self, sources: frozenset[int]) -> None:
         """Note which terms decide how many elements there are, and by this what the loss is."""
@@ -392,6 +376,11 @@ class LossWatch(LinkedTerms):
     def _reduced(self, name: str, result: Tensor, of: Reduced, sources: frozenset[int]) -> Tensor:
         """Return the mean or sum `result`; over elements of the batch it leaves a term."""
         x, kind = of
+        means = self._means_of(x)
+        if kind == "sum" and means:
+            term = Term(name=OF_ROWS, total=full_tensor(result), elements=x.numel())
+            self._leave(result, term, sources - means)
+            return result
         own = self._own_term(x)
         elements = x.numel()
         if own and own.columns == "sum" and (kind == "sum" or name == "trace"):
