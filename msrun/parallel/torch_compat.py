@@ -229,6 +229,7 @@ class ShardSpecs:
 
     def __init__(self) -> None:
         self._known: dict[tuple[Any, ...], Any] = {}
+        self._quick: dict[tuple[Any, ...], tuple[Any, ...]] = {}
 
     def tensor(
         self,
@@ -249,19 +250,38 @@ class ShardSpecs:
         from torch.distributed.tensor import DTensor
 
         kind: Any = DTensor
-        key = (id(mesh), placed, like, part.shape, part.stride(), part.dtype)
-        known = self._known.get(key)
-        if known is None or known.mesh is not mesh:
-            known = _spec(part, mesh, placed, like)
-            if len(self._known) >= self._COUNT_MAX:
-                self._known.clear()
-            self._known[key] = known
+        shape, cut = like or (None, placed)
+        # By identity first: the hash of placements takes longer than all else here.
+        quick = (id(mesh), id(placed), id(cut), shape, part.shape, part.stride(), part.dtype)
+        known, *same = self._quick.get(quick, (None, None, None, None))
+        if not (same[0] is mesh and same[1] is placed and same[2] is cut):
+            known = self._spec(part, mesh, placed, like)
+            self._note(self._quick, quick, (known, mesh, placed, cut))
         # A copy, as torch may write to that of a tensor.
         spec = object.__new__(type(known))
         vars(spec).update(vars(known))
         # What its `__init__` does beside this is for exported programs.
         found: DTensor = kind.__new__(kind, part, spec, requires_grad=part.requires_grad)
         return found
+
+    def _spec(
+        self,
+        part: Tensor,
+        mesh: DeviceMesh,
+        placed: tuple[Placement, ...],
+        like: tuple[torch.Size, tuple[Placement, ...]] | None,
+    ) -> Any:
+        key = (id(mesh), placed, like, part.shape, part.stride(), part.dtype)
+        known = self._known.get(key)
+        if known is None or known.mesh is not mesh:
+            known = _spec(part, mesh, placed, like)
+            self._note(self._known, key, known)
+        return known
+
+    def _note(self, known: dict[tuple[Any, ...], Any], key: tuple[Any, ...], value: Any) -> None:
+        if len(known) >= self._COUNT_MAX:
+            known.clear()
+        known[key] = value
 
 
 def _spec(

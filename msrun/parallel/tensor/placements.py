@@ -11,7 +11,7 @@ from __future__ import annotations
 import math
 from collections.abc import Iterable, Sequence
 from functools import partial
-from typing import Any, cast
+from typing import Any, NamedTuple, cast
 
 import torch
 from torch import Tensor
@@ -140,6 +140,47 @@ def part_of(tensor: DTensor, gradient: Sequence[Placement] | None = None) -> Ten
     return found
 
 
+class Like(NamedTuple):
+    """What the gradient of a tensor has of it: mesh, shape, placements and stride."""
+
+    mesh: DeviceMesh
+    shape: torch.Size
+    cut: tuple[Placement, ...]
+    stride: tuple[int, ...]
+
+    @classmethod
+    def of(cls, tensor: DTensor) -> Like:
+        """Return that of `tensor`."""
+        return cls(tensor.device_mesh, tensor.shape, tensor.placements, tensor.stride())
+
+
+def gradient_of(part: Tensor, placed: tuple[Placement, ...], like: Like) -> DTensor:
+    """Return the gradient of a tensor, of which this rank has `part`; for backward.
+
+    Args:
+        part: Of the gradient.
+        placed: Placements of the gradient, of dims that count from 0.
+        like: The tensor.
+    """
+    if not torch.is_grad_enabled():
+        return _SPECS.tensor(part, like.mesh, placed, (like.shape, like.cut))
+    return DTensor.from_local(  # it is to be differentiated again
+        part, like.mesh, placed, run_check=False, shape=like.shape, stride=like.stride
+    )
+
+
+def placed_on(part: Tensor, mesh: DeviceMesh, placed: tuple[Placement, ...]) -> DTensor:
+    """Return the DTensor of `part`, as `on_mesh` does; for forward of an autograd function."""
+    return _SPECS.tensor(part, mesh, placed)
+
+
+def part_in(gradient: DTensor, placed: tuple[Placement, ...]) -> Tensor:
+    """Return this rank's part of `gradient` in the placements `placed`; for backward."""
+    if gradient.placements != placed:
+        gradient = gradient.redistribute(placements=placed)
+    return part_of(gradient)
+
+
 def given(output: Tensor, wanted: WantedPlacement, *, is_new: bool) -> Tensor:
     """Return the output of a module in its placement; a plain tensor if that is whole.
 
@@ -266,8 +307,7 @@ class _PartOf(Function):
     @staticmethod
     def forward(ctx: Any, tensor: DTensor, placed: tuple[Placement, ...]) -> Tensor:
         ctx.set_materialize_grads(False)
-        ctx.mesh, ctx.placed = tensor.device_mesh, placed
-        ctx.shape, ctx.cut, ctx.stride = tensor.shape, tensor.placements, tensor.stride()
+        ctx.placed, ctx.like = placed, Like.of(tensor)
         local = torch_compat.local_tensor(tensor)
         return local.view_as(local)
 
@@ -275,17 +315,7 @@ class _PartOf(Function):
     def backward(ctx: Any, gradient: Tensor | None) -> tuple[Tensor | None, ...]:
         if gradient is None:
             return None, None
-        if torch.is_grad_enabled():  # it is to be differentiated again
-            whole = DTensor.from_local(
-                gradient,
-                ctx.mesh,
-                ctx.placed,
-                run_check=False,
-                shape=ctx.shape,
-                stride=ctx.stride,
-            )
-            return whole, None
-        return _SPECS.tensor(gradient, ctx.mesh, ctx.placed, (ctx.shape, ctx.cut)), None
+        return gradient_of(gradient, ctx.placed, ctx.like), None
 
 
 class _Gathered(Function):
