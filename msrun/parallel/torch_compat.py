@@ -207,15 +207,19 @@ def wait(tensor: Tensor) -> None:
 
 def unseen_by(mode: TorchFunctionMode) -> AbstractContextManager[Any]:
     """Return a context in which functions do not pass through `mode`, if no other mode is on."""
-    from torch.overrides import _get_current_function_mode_stack
-
-    is_alone = all(active is mode for active in _get_current_function_mode_stack())
-    return without_functions() if is_alone else nullcontext()
+    # As a loop: this is hot, and there is hardly ever another mode.
+    for index in range(torch._C._len_torch_function_stack()):  # noqa: SLF001
+        if torch._C._get_function_stack_at(index) is not mode:  # noqa: SLF001
+            return nullcontext()
+    return without_functions()
 
 
 def local_tensor(tensor: DTensor) -> Tensor:
     """Return the part of `tensor` on this rank, outside of autograd and without a copy."""
     return tensor._local_tensor  # noqa: SLF001 - `to_local` is 10 times as slow with autograd
+
+
+_UNKNOWN = (None, None, None, None)
 
 
 class ShardSpecs:
@@ -230,6 +234,7 @@ class ShardSpecs:
     def __init__(self) -> None:
         self._known: dict[tuple[Any, ...], Any] = {}
         self._quick: dict[tuple[Any, ...], tuple[Any, ...]] = {}
+        self._kind: Any = None
 
     def tensor(
         self,
@@ -247,16 +252,18 @@ class ShardSpecs:
             like: Shape of the tensor, and placements that give parts of this shape; None is a
                 tensor that `placed` divides evenly.
         """
-        from torch.distributed.tensor import DTensor
-
-        kind: Any = DTensor
         shape, cut = like or (None, placed)
         # By identity first: the hash of placements takes longer than all else here.
         quick = (id(mesh), id(placed), id(cut), shape, part.shape, part.stride(), part.dtype)
-        known, *same = self._quick.get(quick, (None, None, None, None))
+        known, *same = self._quick.get(quick, _UNKNOWN)
         if not (same[0] is mesh and same[1] is placed and same[2] is cut):
             known = self._spec(part, mesh, placed, like)
             self._note(self._quick, quick, (known, mesh, placed, cut))
+        kind = self._kind
+        if kind is None:
+            from torch.distributed.tensor import DTensor
+
+            kind = self._kind = DTensor
         # A copy, as torch may write to that of a tensor.
         spec = object.__new__(type(known))
         vars(spec).update(vars(known))
@@ -363,9 +370,10 @@ def is_active(mode: TorchFunctionMode) -> bool:
 
     Inside a backward pass the modes around it are not active.
     """
-    from torch.overrides import _get_current_function_mode_stack
-
-    return any(active is mode for active in _get_current_function_mode_stack())
+    for index in range(torch._C._len_torch_function_stack()):  # noqa: SLF001 - as `unseen_by`
+        if torch._C._get_function_stack_at(index) is mode:  # noqa: SLF001
+            return True
+    return False
 
 
 def as_plain_tensors() -> AbstractContextManager[None]:

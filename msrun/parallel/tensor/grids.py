@@ -72,7 +72,7 @@ class GridProduct:
         self._name, self._module, self._mesh, self._out = name, module, mesh, out
         self._columns = (mesh.mesh_dim_names or ()).index(product.columns)
         self._product = product
-        self._known: dict[tuple[Placements, torch.Size], _Block] = {}
+        self._known: dict[tuple[Placements, torch.Size], _GridBlock] = {}
 
     def __getstate__(self) -> dict[str, Any]:
         return {**vars(self), "_known": {}}  # process groups cannot be pickled
@@ -91,7 +91,7 @@ class GridProduct:
             hand_on(x, result)
         return result
 
-    def _block(self, x: DTensor, weight: DTensor, bias: DTensor | None) -> _Block:
+    def _block(self, x: DTensor, weight: DTensor, bias: DTensor | None) -> _GridBlock:
         """Return how `x` is multiplied, worked out once for each layout."""
         key = x.placements, x.shape
         found = self._known.get(key)
@@ -101,7 +101,7 @@ class GridProduct:
             found = self._known[key] = self._find(x, weight, bias)
         return found
 
-    def _find(self, x: DTensor, weight: DTensor, bias: DTensor | None) -> _Block:
+    def _find(self, x: DTensor, weight: DTensor, bias: DTensor | None) -> _GridBlock:
         product, mesh = self._product, self._mesh
         shape = torch.Size([*x.shape[:-1], weight.shape[1 if product.is_transposed else 0]])
         out = self._out.of(shape)
@@ -109,7 +109,7 @@ class GridProduct:
         of_x = tuple(Partial() if i == self._columns else p for i, p in enumerate(x.placements))
         is_gathered = product.gathered is not None
         of_weight = weight.placements if is_gathered else _of_rows(weight, x.placements)
-        return _Block(
+        return _GridBlock(
             mesh=mesh,
             summed=mesh.get_group(product.summed),
             gathered=mesh.get_group(product.gathered) if is_gathered else None,
@@ -122,7 +122,7 @@ class GridProduct:
         )
 
 
-class _Block(NamedTuple):
+class _GridBlock(NamedTuple):
     """How a rank multiplies its block of a weight.
 
     Args:
@@ -163,7 +163,7 @@ class _Block(NamedTuple):
 class _Multiply(Function):
     @staticmethod
     def forward(
-        ctx: Any, block: _Block, x: DTensor, weight: DTensor, bias: DTensor | None
+        ctx: Any, block: _GridBlock, x: DTensor, weight: DTensor, bias: DTensor | None
     ) -> DTensor:
         ctx.set_materialize_grads(False)
         matrix = block.whole(part_of(weight))
@@ -180,7 +180,7 @@ class _Multiply(Function):
     def backward(ctx: Any, gradient: DTensor | None) -> tuple[Tensor | None, ...]:
         if gradient is None:
             return None, None, None, None
-        block: _Block = ctx.block
+        block: _GridBlock = ctx.block
         x, weight, matrix = ctx.saved_tensors
         _, *is_wanted = ctx.needs_input_grad
         found: list[Tensor | None] = [None, None, None]

@@ -181,22 +181,6 @@ def part_in(gradient: DTensor, placed: tuple[Placement, ...]) -> Tensor:
     return part_of(gradient)
 
 
-def given(output: Tensor, wanted: WantedPlacement, *, is_new: bool) -> Tensor:
-    """Return the output of a module in its placement; a plain tensor if that is whole.
-
-    Args:
-        output: As the module returned it.
-        wanted: Its placement.
-        is_new: Whether nothing else has its memory, although its placement was right.
-    """
-    placed = wanted.put(output)
-    if not all(placement.is_replicate() for placement in placed.placements):
-        return placed
-    is_new = (placed is not output or is_new) and isinstance(output, DTensor)
-    own: Tensor = placed.to_local()
-    return _Owned.apply(own) if is_new else own  # type: ignore[no-untyped-call]  # as torch has it
-
-
 def gathered(x: DTensor, wanted: tuple[Placement, ...], axis: int) -> DTensor:
     """Return `x` in the placements `wanted`, as `redistribute` does, in less time.
 
@@ -232,6 +216,34 @@ def gathered_axis(
     return changed[0] if is_last and shape[dim] % parts == 0 else None
 
 
+class Layouts:
+    """Numbers of placements: their hash takes longer than what it is for, and tensors share them.
+
+    Equal ones have one number.
+    """
+
+    # A program may make any number of objects.
+    _COUNT_MAX = 1000
+
+    def __init__(self) -> None:
+        self._known: dict[int, tuple[tuple[Placement, ...], int]] = {}
+        self._numbers: dict[tuple[Placement, ...], int] = {}
+
+    def number(self, placed: tuple[Placement, ...]) -> int:
+        """Return the number of `placed`."""
+        known = self._known.get(id(placed))
+        if known is not None and known[0] is placed:
+            return known[1]
+        if len(self._known) == self._COUNT_MAX:
+            self._known.clear()
+        number = self._numbers.setdefault(placed, len(self._numbers))
+        self._known[id(placed)] = placed, number
+        return number
+
+
+_LAYOUTS = Layouts()
+
+
 class Gathers:
     """Over which axis tensors are gathered for one placement, worked out once for each of them."""
 
@@ -239,11 +251,11 @@ class Gathers:
     _COUNT_MAX = 100
 
     def __init__(self) -> None:
-        self._known: dict[tuple[tuple[Placement, ...], torch.Size], int | None] = {}
+        self._known: dict[tuple[int, torch.Size], int | None] = {}
 
     def axis(self, x: DTensor, wanted: tuple[Placement, ...]) -> int | None:
         """Return the `gathered_axis` of `x`; `wanted` is the same for each shape."""
-        key = x.placements, x.shape
+        key = _LAYOUTS.number(x.placements), x.shape
         if key not in self._known:
             if len(self._known) == self._COUNT_MAX:
                 self._known.clear()
@@ -338,23 +350,6 @@ class _Gathered(Function):
             return gradient.redistribute(placements=ctx.placed), None, None
         part = reduce_scatter(torch_compat.local_tensor(gradient), ctx.group, ctx.dim)
         return _SPECS.tensor(part, gradient.device_mesh, ctx.placed), None, None
-
-
-class _Owned(torch.autograd.Function):
-    """Takes a tensor that is only its caller's for one that may be written in place.
-
-    To torch, what `to_local` returns is a view, which it lets nobody write.
-    """
-
-    @staticmethod
-    def forward(ctx: Any, x: Tensor) -> Tensor:
-        del ctx
-        return x.detach()  # with the count of writes of x, and without a copy
-
-    @staticmethod
-    def backward(ctx: Any, gradient: Tensor) -> Tensor:
-        del ctx
-        return gradient
 
 
 class Placed:
