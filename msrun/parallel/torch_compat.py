@@ -137,10 +137,11 @@ def _by_modes(original: Callable[..., Any]) -> Callable[..., Any]:
 
     @wraps(original)
     def apply(kind: type, *args: Any, **kwargs: Any) -> Any:
-        run = partial(original, kind)
+        # No mode asks for most of them, and this is hot.
         has_modes = torch._C._len_torch_function_stack()  # noqa: SLF001 - there is no public form
         if not has_modes or kind.__module__.startswith(_NOT_OWN):
-            return run(*args, **kwargs)
+            return original(kind, *args, **kwargs)
+        run = partial(original, kind)
         for mode in reversed(overrides._get_current_function_mode_stack()):  # noqa: SLF001
             if (apply_own := getattr(mode, "apply_own", None)) is not None:
                 return apply_own(kind, run, args, kwargs)
