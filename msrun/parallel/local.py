@@ -68,7 +68,7 @@ def full_tensor(tensor: Tensor) -> Tensor:
         return tensor
     # Such as a loss.
     is_number = not tensor.dim() and all(map(_is_summed, tensor.placements))
-    return _Number.apply(tensor) if is_number else tensor.full_tensor()  # type: ignore[no-untyped-call, no-any-return]
+    return _Number.apply(tensor) if is_number else tensor.full_tensor()  # type: ignore[no-untyped-call]
 
 
 def _is_summed(placement: Placement) -> bool:

@@ -198,6 +198,56 @@ def test_a_rank_receives_what_the_formula_says():
                 assert all(len(shape) == 1 for _, shape in sums if shape != rows)
 
 
+class Normed(Feed):
+    """Has norms of both kinds, and rows whose mean is far from zero."""
+
+    def __init__(self):
+        super().__init__()
+        self.norm2 = nn.RMSNorm(WIDTH)
+
+    def forward(self, x):
+        return super().forward(x) + self.norm1(x + 1000.0)
+
+
+def smoothness(network, x):
+    """Return an output, and gradients of the length of the gradient of `x`."""
+    output = network(x)
+    (slope,) = torch.autograd.grad(output.sin().sum(), x, create_graph=True)
+    slope.square().sum().backward()
+    found = [output, slope, *(param.grad for param in network.parameters())]
+    return [full_tensor(each.detach()) for each in found]
+
+
+def seeded(dtype):
+    torch.manual_seed(0)
+    return Normed().to(dtype), torch.randn(BATCH, LENGTH, WIDTH, dtype=dtype, requires_grad=True)
+
+
+def smoothed(style, mesh, dtype):
+    """Return the largest difference from one process, with gradients of gradients."""
+    runtime = msrun.init({"mesh": mesh, "plan": plan(style, list(mesh), ("fc1", "fc2", "*norm*"))})
+    expected = smoothness(*seeded(dtype))
+    network, x = seeded(dtype)
+    network = runtime.shard(network)
+    with runtime.sharded(network).computing():
+        found = smoothness(network, x)
+    runtime.close()
+    pairs = zip(found, expected, strict=True)
+    return max(float((one - other).abs().max() / other.abs().max()) for one, other in pairs)
+
+
+@pytest.mark.parametrize(
+    ("ranks", "style", "mesh"),
+    [
+        (4, "2d", {"x": 2, "y": 2}),
+        pytest.param(8, "3d", {"x": 2, "y": 2, "z": 2}, marks=pytest.mark.slow),
+    ],
+)
+@pytest.mark.parametrize(("dtype", "tolerance"), [(torch.float64, 1e-9), (torch.float32, 1e-3)])
+def test_gradients_of_gradients_equal_one_process(ranks, style, mesh, dtype, tolerance):
+    assert max(run_warm(smoothed, ranks, style, mesh, dtype)) < tolerance
+
+
 def layer(style, mesh):
     """Return the collectives of a transformer's layer, and warnings."""
     runtime = msrun.init(config(style, "transformer", mesh))
