@@ -393,4 +393,14 @@ def _shown(axis: Axis) -> str:
 
 
 def _apply(function: type[Function], *arguments: Any) -> Any:
-    return function.apply(*arguments)
+    if torch.is_grad_enabled():
+        return function.apply(*arguments)
+    # As autograd does then, in less time: backward passes and functions of autograd come here.
+    return function.forward(_Unrecorded(), *arguments)
+
+
+class _Unrecorded:
+    """What a function gets as its context where nothing is differentiated."""
+
+    def save_for_backward(self, *tensors: Tensor) -> None:
+        """Save nothing."""

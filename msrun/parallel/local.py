@@ -8,15 +8,17 @@ from __future__ import annotations
 
 import sys
 from collections.abc import Callable
-from typing import TYPE_CHECKING, TypeGuard
+from typing import TYPE_CHECKING, Any, TypeGuard
 
 from torch import Tensor, nn
+from torch.autograd import Function
 from torch.nn import Parameter
 
 from msrun.parallel import torch_compat
 
 if TYPE_CHECKING:
     from torch.distributed.tensor import DTensor
+    from torch.distributed.tensor.placement_types import Placement
 
 
 def is_sharded(tensor: Tensor) -> TypeGuard[DTensor]:
@@ -62,7 +64,39 @@ def local_part(tensor: Tensor) -> Tensor:
 
 def full_tensor(tensor: Tensor) -> Tensor:
     """Return all of `tensor` on every rank; gradients flow through the gather."""
-    return tensor.full_tensor() if is_sharded(tensor) else tensor
+    if not is_sharded(tensor):
+        return tensor
+    # Such as a loss.
+    is_number = not tensor.dim() and all(map(_is_summed, tensor.placements))
+    return _Number.apply(tensor) if is_number else tensor.full_tensor()  # type: ignore[no-untyped-call]
+
+
+def _is_summed(placement: Placement) -> bool:
+    return placement.is_replicate() or placement.is_partial("sum") or placement.is_partial("avg")
+
+
+class _Number(Function):
+    """Adds one number up, in a fraction of the time that `full_tensor` takes for any tensor."""
+
+    @staticmethod
+    def forward(ctx: Any, number: DTensor) -> Tensor:
+        ctx.mesh = mesh = number.device_mesh
+        part = torch_compat.local_tensor(number)
+        part = part.view_as(part)
+        for axis, placement in enumerate(number.placements):
+            if placement.is_partial():
+                group = mesh.get_group(axis)
+                part = torch_compat.functional_collective("all_reduce", part, "sum", group=group)
+                if placement.is_partial("avg"):
+                    part /= group.size()
+        return part
+
+    @staticmethod
+    def backward(ctx: Any, gradient: Tensor) -> DTensor:
+        from torch.distributed.tensor import DTensor, Replicate
+
+        whole = [Replicate()] * ctx.mesh.ndim
+        return DTensor.from_local(gradient, ctx.mesh, whole, run_check=False)
 
 
 def replace_parameter(old: Parameter, new: Parameter) -> None:

@@ -21,7 +21,7 @@ from msrun.parallel.local import is_sharded
 from msrun.parallel.losses.call_hook import CallHook, weakly
 from msrun.parallel.losses.decided.decisions import Decisions
 from msrun.parallel.losses.pairs.input_rows import InputRows
-from msrun.parallel.weights.memory import ParameterMemory
+from msrun.parallel.weights.memory import ParameterMemory, exchanged
 
 if TYPE_CHECKING:
     from torch.distributed.fsdp import FSDPModule
@@ -430,7 +430,7 @@ class ShardedModel:
 
         A loop that steps without an optimizer is told so in its next forward.
         """
-        written = {id(memory.param) for memory in self._divided if memory.is_exchanged()}
+        written = exchanged(self._divided)
         model = self._model()
         if not written or model is None:
             return

@@ -137,10 +137,11 @@ def _by_modes(original: Callable[..., Any]) -> Callable[..., Any]:
 
     @wraps(original)
     def apply(kind: type, *args: Any, **kwargs: Any) -> Any:
-        run = partial(original, kind)
+        # No mode asks for most of them, and this is hot.
         has_modes = torch._C._len_torch_function_stack()  # noqa: SLF001 - there is no public form
         if not has_modes or kind.__module__.startswith(_NOT_OWN):
-            return run(*args, **kwargs)
+            return original(kind, *args, **kwargs)
+        run = partial(original, kind)
         for mode in reversed(overrides._get_current_function_mode_stack()):  # noqa: SLF001
             if (apply_own := getattr(mode, "apply_own", None)) is not None:
                 return apply_own(kind, run, args, kwargs)
@@ -207,15 +208,19 @@ def wait(tensor: Tensor) -> None:
 
 def unseen_by(mode: TorchFunctionMode) -> AbstractContextManager[Any]:
     """Return a context in which functions do not pass through `mode`, if no other mode is on."""
-    from torch.overrides import _get_current_function_mode_stack
-
-    is_alone = all(active is mode for active in _get_current_function_mode_stack())
-    return without_functions() if is_alone else nullcontext()
+    # As a loop: this is hot, and there is hardly ever another mode.
+    for index in range(torch._C._len_torch_function_stack()):  # noqa: SLF001
+        if torch._C._get_function_stack_at(index) is not mode:  # noqa: SLF001
+            return nullcontext()
+    return without_functions()
 
 
 def local_tensor(tensor: DTensor) -> Tensor:
     """Return the part of `tensor` on this rank, outside of autograd and without a copy."""
     return tensor._local_tensor  # noqa: SLF001 - `to_local` is 10 times as slow with autograd
+
+
+_UNKNOWN = (None, None, None, None)
 
 
 class ShardSpecs:
@@ -229,6 +234,8 @@ class ShardSpecs:
 
     def __init__(self) -> None:
         self._known: dict[tuple[Any, ...], Any] = {}
+        self._quick: dict[tuple[Any, ...], tuple[Any, ...]] = {}
+        self._kind: Any = None
 
     def tensor(
         self,
@@ -246,22 +253,43 @@ class ShardSpecs:
             like: Shape of the tensor, and placements that give parts of this shape; None is a
                 tensor that `placed` divides evenly.
         """
-        from torch.distributed.tensor import DTensor
+        shape, cut = like or (None, placed)
+        # By identity first: the hash of placements takes longer than all else here.
+        quick = (id(mesh), id(placed), id(cut), shape, part.shape, part.stride(), part.dtype)
+        known, *same = self._quick.get(quick, _UNKNOWN)
+        if not (same[0] is mesh and same[1] is placed and same[2] is cut):
+            known = self._spec(part, mesh, placed, like)
+            self._note(self._quick, quick, (known, mesh, placed, cut))
+        kind = self._kind
+        if kind is None:
+            from torch.distributed.tensor import DTensor
 
-        kind: Any = DTensor
-        key = (id(mesh), placed, like, part.shape, part.stride(), part.dtype)
-        known = self._known.get(key)
-        if known is None or known.mesh is not mesh:
-            known = _spec(part, mesh, placed, like)
-            if len(self._known) >= self._COUNT_MAX:
-                self._known.clear()
-            self._known[key] = known
+            kind = self._kind = DTensor
         # A copy, as torch may write to that of a tensor.
         spec = object.__new__(type(known))
         vars(spec).update(vars(known))
         # What its `__init__` does beside this is for exported programs.
         found: DTensor = kind.__new__(kind, part, spec, requires_grad=part.requires_grad)
         return found
+
+    def _spec(
+        self,
+        part: Tensor,
+        mesh: DeviceMesh,
+        placed: tuple[Placement, ...],
+        like: tuple[torch.Size, tuple[Placement, ...]] | None,
+    ) -> Any:
+        key = (id(mesh), placed, like, part.shape, part.stride(), part.dtype)
+        known = self._known.get(key)
+        if known is None or known.mesh is not mesh:
+            known = _spec(part, mesh, placed, like)
+            self._note(self._known, key, known)
+        return known
+
+    def _note(self, known: dict[tuple[Any, ...], Any], key: tuple[Any, ...], value: Any) -> None:
+        if len(known) >= self._COUNT_MAX:
+            known.clear()
+        known[key] = value
 
 
 def _spec(
@@ -343,9 +371,10 @@ def is_active(mode: TorchFunctionMode) -> bool:
 
     Inside a backward pass the modes around it are not active.
     """
-    from torch.overrides import _get_current_function_mode_stack
-
-    return any(active is mode for active in _get_current_function_mode_stack())
+    for index in range(torch._C._len_torch_function_stack()):  # noqa: SLF001 - as `unseen_by`
+        if torch._C._get_function_stack_at(index) is mode:  # noqa: SLF001
+            return True
+    return False
 
 
 def as_plain_tensors() -> AbstractContextManager[None]:

@@ -193,15 +193,19 @@ def _parts(params: list[Parameter], states: Mapping[Tensor, Any]) -> dict[Tensor
 
     found: dict[Tensor, dict[str, Any]] = {}
     for param in params:
-        own = {"grad": param.grad, **states.get(param, {})}
-        sharded = {key: value for key, value in own.items() if isinstance(value, DTensor)}
-        placed = param.placements  # type: ignore[attr-defined]  # a DTensor
-        is_alike = all(value.placements == placed for value in sharded.values())
-        if not is_alike or "grad" not in sharded or len(sharded) == 1:
+        placed, gradient = param.placements, param.grad  # type: ignore[attr-defined]  # a DTensor
+        if not isinstance(gradient, DTensor) or gradient.placements != placed:
             return {}
-        own |= {key: torch_compat.local_tensor(value) for key, value in sharded.items()}
+        own, has_part = dict(states.get(param, ())), False
+        for key, value in own.items():
+            if isinstance(value, DTensor):
+                if value.placements != placed:
+                    return {}
+                own[key], has_part = torch_compat.local_tensor(value), True
+        if not has_part:
+            return {}
         part = torch_compat.local_tensor(param).detach()  # type: ignore[arg-type]
-        part.grad = own.pop("grad")
+        part.grad = torch_compat.local_tensor(gradient)
         found[part] = own
     return found
 

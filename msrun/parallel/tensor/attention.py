@@ -13,11 +13,12 @@ from typing import Any
 
 import torch
 from torch import Tensor
+from torch.autograd import Function
 from torch.distributed.tensor import DTensor, Partial, Replicate, Shard
 from torch.distributed.tensor.placement_types import Placement
 from torch.nn import functional
 
-from msrun.parallel.tensor.placements import on_mesh, packed_axis, part_of
+from msrun.parallel.tensor.placements import Like, gradient_of, on_mesh, packed_axis, part_of
 from msrun.parallel.torch_compat import parts_before, strided_shard
 
 # Draws the dropped entries of a tensor: x, p, training, inplace -> result.
@@ -61,7 +62,7 @@ def attend(  # noqa: PLR0917 - as of torch
     mask = None
     if attn_mask is not None:
         mask = _local_mask(attn_mask, query)
-    parts = part_of(query), part_of(key), part_of(value)
+    parts: tuple[Tensor, Tensor, Tensor] = _Parts.apply(query, key, value)  # type: ignore[no-untyped-call]
     if not dropout_p:
         output = functional.scaled_dot_product_attention(
             *parts, mask, 0.0, is_causal, scale=scale, enable_gqa=enable_gqa
@@ -74,6 +75,22 @@ def attend(  # noqa: PLR0917 - as of torch
 
     output = dropped_attention(drop, parts, mask, is_causal=is_causal, scale=scale)
     return on_mesh(output, mesh, placed)
+
+
+class _Parts(Function):
+    """Returns this rank's part of each tensor, in less time than one after the other."""
+
+    @staticmethod
+    def forward(ctx: Any, *tensors: DTensor) -> tuple[Tensor, ...]:
+        ctx.set_materialize_grads(False)
+        ctx.likes = [Like.of(tensor) for tensor in tensors]
+        parts = map(part_of, tensors)
+        return tuple(part.view_as(part) for part in parts)
+
+    @staticmethod
+    def backward(ctx: Any, *gradients: Tensor | None) -> tuple[DTensor | None, ...]:
+        pairs = zip(gradients, ctx.likes, strict=True)
+        return tuple(g if g is None else gradient_of(g, like.cut, like) for g, like in pairs)
 
 
 def dropped_attention(

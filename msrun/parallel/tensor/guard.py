@@ -68,7 +68,7 @@ from msrun.parallel.tensor import (
     sharded_norms,
 )
 from msrun.parallel.tensor.attention import attend
-from msrun.parallel.tensor.placements import on_mesh
+from msrun.parallel.tensor.placements import Layouts, on_mesh
 
 Function = Callable[..., Any]
 
@@ -91,6 +91,7 @@ _INSPECTING = """
 """
 # Collectives by which torch gathers shards for a function; reductions are needed anyway.
 _GATHERING = frozenset(["all_gather_into_tensor", "all_to_all_single"])
+_LAYOUTS = Layouts()
 # Distinct calls that are watched: a program may have any number.
 _CALLS_MAX = 1000
 _SEQUENCES = (tuple, list)
@@ -286,7 +287,8 @@ class Guard(TorchFunctionMode):
         """Run `func`, and at the first such call watch whether torch gathers shards for it."""
         values = (*args, *kwargs.values())
         numbers = [value for value in values if isinstance(value, int)]  # such as a dim
-        call = (name, *[part.placements for part in _dtensors(values)], *numbers)
+        placed = [_LAYOUTS.number(part.placements) for part in _dtensors(values)]
+        call = (name, *placed, -1, *numbers)
         is_known = call in self._calls or len(self._calls) == _CALLS_MAX
         # Another dispatch mode, as of a recomputation that saves results, would see others.
         if is_known or torch_compat.is_dispatching():

@@ -8,6 +8,7 @@ next.  `x[1:] *= 2` assigns the view to `x` again, which is right.
 
 from __future__ import annotations
 
+import functools
 import weakref
 from collections.abc import Iterable, Mapping
 from types import EllipsisType
@@ -43,8 +44,12 @@ _MAKING_VIEWS = frozenset(_VIEWS.split())
 
 def is_writing(name: str, kwargs: dict[str, Any]) -> bool:
     """Return whether a function writes its first argument."""
-    is_named_so = name.endswith("_") and not name.endswith("__")
-    return is_named_so or name in _WRITING or bool(kwargs.get("inplace"))
+    return _is_named_as_writing(name) or bool(kwargs and kwargs.get("inplace"))
+
+
+@functools.cache
+def _is_named_as_writing(name: str) -> bool:
+    return name in _WRITING or (name.endswith("_") and not name.endswith("__"))
 
 
 def has_plain(args: tuple[Any, ...], kwargs: Mapping[str, Any]) -> bool:

@@ -63,6 +63,7 @@ from msrun.parallel.tensor.interleaved import Interleaved
 from msrun.parallel.tensor.local_module import make_local
 from msrun.parallel.tensor.outputs import (
     find_arguments,
+    given,
     placed_arguments,
     placed_first,
     placed_outputs,
@@ -72,7 +73,6 @@ from msrun.parallel.tensor.outputs import (
 from msrun.parallel.tensor.placements import (
     Placed,
     WantedPlacement,
-    given,
     joined_axes,
     packed,
     placements,

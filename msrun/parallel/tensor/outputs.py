@@ -18,10 +18,12 @@ from typing import Any
 
 import msgspec
 from torch import Tensor, nn
+from torch.autograd import Function
 from torch.distributed.tensor import DTensor
 
 from msrun.errors import ConfigError, ModelError
 from msrun.parallel.settings.plan_rules import tensor_path
+from msrun.parallel.tensor.placements import WantedPlacement
 from msrun.parallel.tensor.plan import ModulePlan
 
 _BY_POSITION = (inspect.Parameter.POSITIONAL_ONLY, inspect.Parameter.POSITIONAL_OR_KEYWORD)
@@ -316,3 +318,36 @@ def _tensor(value: Any, where: str) -> Tensor:
 
 def _kind(value: Any) -> str:
     return "None" if value is None else f"a {type(value).__name__}"
+
+
+def given(output: Tensor, wanted: WantedPlacement, *, is_new: bool) -> Tensor:
+    """Return the output of a module in its placement; a plain tensor if that is whole.
+
+    Args:
+        output: As the module returned it.
+        wanted: Its placement.
+        is_new: Whether nothing else has its memory, although its placement was right.
+    """
+    placed = wanted.put(output)
+    if not all(placement.is_replicate() for placement in placed.placements):
+        return placed
+    is_new = (placed is not output or is_new) and isinstance(output, DTensor)
+    own: Tensor = placed.to_local()
+    return _Owned.apply(own) if is_new else own  # type: ignore[no-untyped-call]  # as torch has it
+
+
+class _Owned(Function):
+    """Takes a tensor that is only its caller's for one that may be written in place.
+
+    To torch, what `to_local` returns is a view, which it lets nobody write.
+    """
+
+    @staticmethod
+    def forward(ctx: Any, x: Tensor) -> Tensor:
+        del ctx
+        return x.detach()  # with the count of writes of x, and without a copy
+
+    @staticmethod
+    def backward(ctx: Any, gradient: Tensor) -> Tensor:
+        del ctx
+        return gradient

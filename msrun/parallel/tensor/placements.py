@@ -11,7 +11,7 @@ from __future__ import annotations
 import math
 from collections.abc import Iterable, Sequence
 from functools import partial
-from typing import Any, cast
+from typing import Any, NamedTuple, cast
 
 import torch
 from torch import Tensor
@@ -140,20 +140,45 @@ def part_of(tensor: DTensor, gradient: Sequence[Placement] | None = None) -> Ten
     return found
 
 
-def given(output: Tensor, wanted: WantedPlacement, *, is_new: bool) -> Tensor:
-    """Return the output of a module in its placement; a plain tensor if that is whole.
+class Like(NamedTuple):
+    """What the gradient of a tensor has of it: mesh, shape, placements and stride."""
+
+    mesh: DeviceMesh
+    shape: torch.Size
+    cut: tuple[Placement, ...]
+    stride: tuple[int, ...]
+
+    @classmethod
+    def of(cls, tensor: DTensor) -> Like:
+        """Return that of `tensor`."""
+        return cls(tensor.device_mesh, tensor.shape, tensor.placements, tensor.stride())
+
+
+def gradient_of(part: Tensor, placed: tuple[Placement, ...], like: Like) -> DTensor:
+    """Return the gradient of a tensor, of which this rank has `part`; for backward.
 
     Args:
-        output: As the module returned it.
-        wanted: Its placement.
-        is_new: Whether nothing else has its memory, although its placement was right.
+        part: Of the gradient.
+        placed: Placements of the gradient, of dims that count from 0.
+        like: The tensor.
     """
-    placed = wanted.put(output)
-    if not all(placement.is_replicate() for placement in placed.placements):
-        return placed
-    is_new = (placed is not output or is_new) and isinstance(output, DTensor)
-    own: Tensor = placed.to_local()
-    return _Owned.apply(own) if is_new else own  # type: ignore[no-untyped-call]  # as torch has it
+    if not torch.is_grad_enabled():
+        return _SPECS.tensor(part, like.mesh, placed, (like.shape, like.cut))
+    return DTensor.from_local(  # it is to be differentiated again
+        part, like.mesh, placed, run_check=False, shape=like.shape, stride=like.stride
+    )
+
+
+def placed_on(part: Tensor, mesh: DeviceMesh, placed: tuple[Placement, ...]) -> DTensor:
+    """Return the DTensor of `part`, as `on_mesh` does; for forward of an autograd function."""
+    return _SPECS.tensor(part, mesh, placed)
+
+
+def part_in(gradient: DTensor, placed: tuple[Placement, ...]) -> Tensor:
+    """Return this rank's part of `gradient` in the placements `placed`; for backward."""
+    if gradient.placements != placed:
+        gradient = gradient.redistribute(placements=placed)
+    return part_of(gradient)
 
 
 def gathered(x: DTensor, wanted: tuple[Placement, ...], axis: int) -> DTensor:
@@ -191,6 +216,34 @@ def gathered_axis(
     return changed[0] if is_last and shape[dim] % parts == 0 else None
 
 
+class Layouts:
+    """Numbers of placements: their hash takes longer than what it is for, and tensors share them.
+
+    Equal ones have one number.
+    """
+
+    # A program may make any number of objects.
+    _COUNT_MAX = 1000
+
+    def __init__(self) -> None:
+        self._known: dict[int, tuple[tuple[Placement, ...], int]] = {}
+        self._numbers: dict[tuple[Placement, ...], int] = {}
+
+    def number(self, placed: tuple[Placement, ...]) -> int:
+        """Return the number of `placed`."""
+        known = self._known.get(id(placed))
+        if known is not None and known[0] is placed:
+            return known[1]
+        if len(self._known) == self._COUNT_MAX:
+            self._known.clear()
+        number = self._numbers.setdefault(placed, len(self._numbers))
+        self._known[id(placed)] = placed, number
+        return number
+
+
+_LAYOUTS = Layouts()
+
+
 class Gathers:
     """Over which axis tensors are gathered for one placement, worked out once for each of them."""
 
@@ -198,11 +251,11 @@ class Gathers:
     _COUNT_MAX = 100
 
     def __init__(self) -> None:
-        self._known: dict[tuple[tuple[Placement, ...], torch.Size], int | None] = {}
+        self._known: dict[tuple[int, torch.Size], int | None] = {}
 
     def axis(self, x: DTensor, wanted: tuple[Placement, ...]) -> int | None:
         """Return the `gathered_axis` of `x`; `wanted` is the same for each shape."""
-        key = x.placements, x.shape
+        key = _LAYOUTS.number(x.placements), x.shape
         if key not in self._known:
             if len(self._known) == self._COUNT_MAX:
                 self._known.clear()
@@ -266,8 +319,7 @@ class _PartOf(Function):
     @staticmethod
     def forward(ctx: Any, tensor: DTensor, placed: tuple[Placement, ...]) -> Tensor:
         ctx.set_materialize_grads(False)
-        ctx.mesh, ctx.placed = tensor.device_mesh, placed
-        ctx.shape, ctx.cut, ctx.stride = tensor.shape, tensor.placements, tensor.stride()
+        ctx.placed, ctx.like = placed, Like.of(tensor)
         local = torch_compat.local_tensor(tensor)
         return local.view_as(local)
 
@@ -275,17 +327,7 @@ class _PartOf(Function):
     def backward(ctx: Any, gradient: Tensor | None) -> tuple[Tensor | None, ...]:
         if gradient is None:
             return None, None
-        if torch.is_grad_enabled():  # it is to be differentiated again
-            whole = DTensor.from_local(
-                gradient,
-                ctx.mesh,
-                ctx.placed,
-                run_check=False,
-                shape=ctx.shape,
-                stride=ctx.stride,
-            )
-            return whole, None
-        return _SPECS.tensor(gradient, ctx.mesh, ctx.placed, (ctx.shape, ctx.cut)), None
+        return gradient_of(gradient, ctx.placed, ctx.like), None
 
 
 class _Gathered(Function):
@@ -308,23 +350,6 @@ class _Gathered(Function):
             return gradient.redistribute(placements=ctx.placed), None, None
         part = reduce_scatter(torch_compat.local_tensor(gradient), ctx.group, ctx.dim)
         return _SPECS.tensor(part, gradient.device_mesh, ctx.placed), None, None
-
-
-class _Owned(torch.autograd.Function):
-    """Takes a tensor that is only its caller's for one that may be written in place.
-
-    To torch, what `to_local` returns is a view, which it lets nobody write.
-    """
-
-    @staticmethod
-    def forward(ctx: Any, x: Tensor) -> Tensor:
-        del ctx
-        return x.detach()  # with the count of writes of x, and without a copy
-
-    @staticmethod
-    def backward(ctx: Any, gradient: Tensor) -> Tensor:
-        del ctx
-        return gradient
 
 
 class Placed:

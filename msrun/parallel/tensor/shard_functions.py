@@ -15,11 +15,19 @@ from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor
+from torch.autograd import Function
 from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.tensor import DTensor, Shard
 from torch.distributed.tensor.placement_types import Placement
 
-from msrun.parallel.tensor.placements import on_mesh, part_of
+from msrun.parallel.tensor.placements import (
+    Like,
+    gradient_of,
+    on_mesh,
+    part_in,
+    part_of,
+    placed_on,
+)
 from msrun.parallel.torch_compat import parts_before, strided_shard
 
 ShardFunction = Callable[..., Any]
@@ -149,8 +157,28 @@ def _view(x: DTensor, *sizes: Any) -> Any:
     viewed_as = None if shape is None else _view_of(_division_of(x), tuple(shape))
     if viewed_as is None:
         return None
-    local, placed = viewed_as
-    return on_mesh(part_of(x).reshape(local), x.device_mesh, placed)
+    found: DTensor = _Viewed.apply(x, *viewed_as)  # type: ignore[no-untyped-call]
+    return found
+
+
+class _Viewed(Function):
+    """Views this rank's part: in one function, in less time than by those that know the mesh."""
+
+    @staticmethod
+    def forward(
+        ctx: Any, x: DTensor, shape: tuple[int, ...], placed: tuple[Placement, ...]
+    ) -> DTensor:
+        ctx.set_materialize_grads(False)
+        part = part_of(x)
+        ctx.like, ctx.shape, ctx.placed = Like.of(x), part.shape, placed
+        return placed_on(part.reshape(shape), x.device_mesh, placed)
+
+    @staticmethod
+    def backward(ctx: Any, gradient: DTensor | None) -> tuple[Tensor | None, ...]:
+        if gradient is None:
+            return None, None, None
+        part = part_in(gradient, ctx.placed).reshape(ctx.shape)
+        return gradient_of(part, ctx.like.cut, ctx.like), None, None
 
 
 @functools.lru_cache(_DIVISIONS_MAX)

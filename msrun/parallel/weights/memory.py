@@ -6,7 +6,7 @@ parameter, as the hook of `nn.utils.spectral_norm` leaves one until the first fo
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Iterable, Iterator
 from typing import TYPE_CHECKING, NamedTuple
 
 from torch import Tensor, nn
@@ -35,13 +35,10 @@ class ParameterMemory:
         self._note()
 
     def is_exchanged(self) -> bool:
-        """Return whether the shell alone is another."""
-        # Of the class: functions of a plan take the part of this rank, and attributes of a
-        # parameter whose update is on its way wait for it.
-        with without_functions():
-            pointer = Tensor.data_ptr(self.param)
-            if pointer or Tensor.untyped_storage(self.param) is self._shell:
-                return bool(pointer)
+        """Return whether the shell alone is another; for `exchanged`."""
+        pointer = Tensor.data_ptr(self.param)
+        if pointer or Tensor.untyped_storage(self.param) is self._shell:
+            return bool(pointer)
         is_alone = local_tensor(self.param) is self._part
         if not is_alone:
             self._note()
@@ -50,6 +47,14 @@ class ParameterMemory:
     def _note(self) -> None:
         # torch returns the same object for the same memory as long as somebody holds it.
         self._shell, self._part = self.param.untyped_storage(), local_tensor(self.param)
+
+
+def exchanged(memories: Iterable[ParameterMemory]) -> set[int]:
+    """Return the ids of those parameters whose shell alone is another."""
+    # Of the class: functions of a plan take the part of this rank, and attributes of a parameter
+    # whose update is on its way wait for it.
+    with without_functions():
+        return {id(memory.param) for memory in memories if memory.is_exchanged()}
 
 
 class PlainTensor(NamedTuple):

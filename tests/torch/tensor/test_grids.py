@@ -97,18 +97,23 @@ def test_a_grid_learns_what_one_process_learns(curves, name):
 
 
 class Received(TorchDispatchMode):
-    """Counts the bytes that a rank receives in gathers and scatters, and collects reductions."""
+    """Counts the bytes that a rank receives of activations and weights.
+
+    It collects reductions, and gathers of a number or two a row.
+    """
 
     def __init__(self):
         super().__init__()
         self.bytes = {GATHER: 0, SCATTER: 0}
-        self.reductions = []
+        self.reductions, self.of_rows = [], []
 
     def __torch_dispatch__(self, func, types, args=(), kwargs=None):
         if any(issubclass(kind, torch.distributed.tensor.DTensor) for kind in types):
             return NotImplemented
         name = func.name().partition("::")[2].partition(".")[0]
-        if name == GATHER:
+        if name == GATHER and args[0].shape[-1] == 1:
+            self.of_rows.append((args[1], tuple(args[0].shape)))
+        elif name == GATHER:
             self.bytes[name] += args[0].nbytes * (args[1] - 1)
         elif name == SCATTER:
             self.bytes[name] += args[0].nbytes // args[2] * (args[2] - 1)
@@ -151,7 +156,8 @@ def received(rows):
             loss = full_tensor(output).square().sum()
             with Received() as backward:
                 loss.backward()
-        found.append([(one.of_grid(), one.reductions) for one in (forward, backward)])
+        counts = [(one.of_grid(), one.of_rows, one.reductions) for one in (forward, backward)]
+        found.append(counts)
         runtime.close()
     return found
 
@@ -175,18 +181,71 @@ def test_a_rank_receives_what_the_formula_says():
         ("3d", {"x": 2, "y": 2, "z": 2}),
     ]
     for found in run_warm(received, 8, grids):
-        for (style, mesh), ((forward, norms), (backward, sums)) in zip(grids, found, strict=True):
+        for (style, mesh), (first, second) in zip(grids, found, strict=True):
+            (forward, norms, before), (backward, after, sums) = first, second
             assert forward == backward == formula(style, mesh), style
-            # A number a row for a mean and one for a variance; the first input has no gradient.
+            # A mean and a variance of each row; the first input has no gradient.
             columns = math.prod(mesh.values()) // (mesh.get("d", 1) * mesh.get("z", 1))
             columns = mesh["x"] if style == "3d" else columns
-            rows = (BATCH * columns // 8, LENGTH, 1)
-            assert norms == 4 * [(columns, rows)]
-            assert [one for one in sums if one[1] == rows] == 2 * [(columns, rows)]
+            rows = BATCH * columns // 8, LENGTH
+            assert (norms, before) == (2 * [(columns, (1, 2, *rows, 1))], [])
+            rows = *rows, 2
+            assert after == []
+            assert [one for one in sums if one[1] == rows] == [(columns, rows)]
             # Layers of 2.5d add up their gradients; those of 3d only of what has one dim.
-            assert (len(sums) > 2) == (style != "2d")
+            assert (len(sums) > 1) == (style != "2d")
             if style == "3d":
                 assert all(len(shape) == 1 for _, shape in sums if shape != rows)
+
+
+class Normed(Feed):
+    """Has norms of both kinds, and rows whose mean is far from zero."""
+
+    def __init__(self):
+        super().__init__()
+        self.norm2 = nn.RMSNorm(WIDTH)
+
+    def forward(self, x):
+        return super().forward(x) + self.norm1(x + 1000.0)
+
+
+def smoothness(network, x):
+    """Return an output, and gradients of the length of the gradient of `x`."""
+    output = network(x)
+    (slope,) = torch.autograd.grad(output.sin().sum(), x, create_graph=True)
+    slope.square().sum().backward()
+    found = [output, slope, *(param.grad for param in network.parameters())]
+    return [full_tensor(each.detach()) for each in found]
+
+
+def seeded(dtype):
+    torch.manual_seed(0)
+    return Normed().to(dtype), torch.randn(BATCH, LENGTH, WIDTH, dtype=dtype, requires_grad=True)
+
+
+def smoothed(style, mesh, dtype):
+    """Return the largest difference from one process, with gradients of gradients."""
+    runtime = msrun.init({"mesh": mesh, "plan": plan(style, list(mesh), ("fc1", "fc2", "*norm*"))})
+    expected = smoothness(*seeded(dtype))
+    network, x = seeded(dtype)
+    network = runtime.shard(network)
+    with runtime.sharded(network).computing():
+        found = smoothness(network, x)
+    runtime.close()
+    pairs = zip(found, expected, strict=True)
+    return max(float((one - other).abs().max() / other.abs().max()) for one, other in pairs)
+
+
+@pytest.mark.parametrize(
+    ("ranks", "style", "mesh"),
+    [
+        (4, "2d", {"x": 2, "y": 2}),
+        pytest.param(8, "3d", {"x": 2, "y": 2, "z": 2}, marks=pytest.mark.slow),
+    ],
+)
+@pytest.mark.parametrize(("dtype", "tolerance"), [(torch.float64, 1e-9), (torch.float32, 1e-3)])
+def test_gradients_of_gradients_equal_one_process(ranks, style, mesh, dtype, tolerance):
+    assert max(run_warm(smoothed, ranks, style, mesh, dtype)) < tolerance
 
 
 def layer(style, mesh):

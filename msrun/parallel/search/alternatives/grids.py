@@ -54,7 +54,8 @@ _SHAPES = """
 """
 # Operators whose functions the guard runs on parts.
 _ON_PARTS = FOLLOWING | frozenset(_SHAPES.split())
-# Norms over rows, each with the numbers of a row that ranks add up, forward and backward.
+# Norms over rows, each with the numbers of a row that ranks exchange, forward and backward: two are
+# gathered forward, and one is added up.
 _ROW_NORMS = {"layer_norm": 2, "rms_norm": 1}
 _NO_ROW_NORMS = ("Batch", "Group", "Instance")
 _NUMBER = 4  # bytes
@@ -348,8 +349,14 @@ class _GridWalk:
             shape = self._values[next(iter(step.inputs.values()))].shape
             axis = joined(n for n in self._mesh if n in grid.column_axes(turn))
             rows = math.prod(shape[:-1]) / grid.rows(turn)
-            times = self._alone.setting.rounds * 2 * summed
-            self._transfers.append(Transfer(MoveKind.REDUCE, axis, rows * _NUMBER, times))
+            nbytes, rounds = rows * summed * _NUMBER, self._alone.setting.rounds
+            columns = grid.columns(turn)
+            forward = (
+                Transfer(MoveKind.GATHER, axis, nbytes * columns, rounds)
+                if summed > 1
+                else Transfer(MoveKind.REDUCE, axis, nbytes, rounds)
+            )
+            self._transfers += [forward, Transfer(MoveKind.REDUCE, axis, nbytes, rounds)]
             is_mean = step.packet == "mean"
             return [None if is_mean else len(shape) - 1] + [None] * (len(step.outputs) - 1)
         if step.packet not in _ON_PARTS:

@@ -28,7 +28,8 @@ from torch.nn import functional
 
 from msrun.parallel.tensor import guard_refusals
 from msrun.parallel.tensor.guard import INSPECTING, Guard
-from msrun.parallel.tensor.placements import Placed, WantedPlacement, given, on_mesh, part_of
+from msrun.parallel.tensor.outputs import given
+from msrun.parallel.tensor.placements import Placed, WantedPlacement, on_mesh, part_of
 
 _FUNCTIONS: dict[str, Callable[..., Any]] = {}
 _NUMBERS = itertools.count()
