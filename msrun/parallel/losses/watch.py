@@ -85,7 +85,7 @@ class LossWatch(LinkedTerms):
         super().__init__(takes_all=data is None)
         self._samples = samples
         self._deciding: Term | None = None
-        has_rows = all(len(x) == samples for x in data or () if x.dim())
+        has_rows = all(x.shape[:1] in ((samples,), ()) for x in data or ())
         self._rows = RowsWatch(self._number, samples) if data and has_rows else None
         self._batch_rows = BatchRows(self._number, [*inputs, *(data or ())])
         for tensor in data or ():
