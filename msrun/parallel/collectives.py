@@ -378,14 +378,15 @@ def _group(x: Tensor, axis: Axis, name: str) -> dist.ProcessGroup:
 
 def _dim(x: Tensor, dim: int, name: str, axis: Axis, parts: int = 1) -> int:
     """Return `dim` as a non-negative number, after checking that `parts` divides its size."""
-    if not -x.dim() <= dim < x.dim():
-        raise UsageError(f"{name} over {_shown(axis)}: a {x.dim()}-dim tensor has no dim {dim}")
-    if x.size(dim) % parts:
+    dims = x.dim()
+    if not -dims <= dim < dims:
+        raise UsageError(f"{name} over {_shown(axis)}: a {dims}-dim tensor has no dim {dim}")
+    if parts > 1 and x.size(dim) % parts:
         raise UsageError(
             f"{name} over {_shown(axis)}: dim {dim} of size {x.size(dim)} can not be split into "
             f"{parts}"
         )
-    return dim % x.dim()
+    return dim % dims
 
 
 def _shown(axis: Axis) -> str:

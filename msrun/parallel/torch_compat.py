@@ -163,7 +163,11 @@ def functional_collective(name: str, x: Tensor, *options: Any, group: dist.Proce
         options: Arguments between the tensor and the group in the operator's schema.
         group: Group whose ranks all call this.
     """
-    return begin_collective(name, x, *options, group=group)()
+    operators = torch.ops._c10d_functional  # noqa: SLF001 - the public operators are in place
+    with _below_autograd():
+        begun = getattr(operators, name)(x, *options, group.group_name)
+        found: Tensor = operators.wait_tensor(begun)
+    return found
 
 
 def begin_collective(
@@ -1690,7 +1694,8 @@ def _modules_at_places(model: nn.Module) -> list[nn.Module]:
     """Return each module at each place that it has, in less time than `modules` takes."""
     found = [model]
     for module in found:
-        found += [child for child in module._modules.values() if child is not None]  # noqa: SLF001
+        if children := module._modules:  # noqa: SLF001 - most have none
+            found += [child for child in children.values() if child is not None]
     return found
 
 

@@ -67,14 +67,13 @@ def by_heads(ask: Attention, query: Tensor, key: Tensor, value: Tensor) -> Tenso
     """Return attention of (samples, heads, tokens of this rank, width); see the module."""
     ranks = ask.group.size()
     key, value = (_repeated(x, ranks) for x in (key, value))
+    shares = [_by_rank(x.transpose(_HEADS, _TOKENS), ranks) for x in (query, key, value)]
     if query.shape[-1] == value.shape[-1]:
-        shares = [x.unflatten(_HEADS, (ranks, -1)) for x in (query, key, value)]
-        heads = [x.shape[2] for x in shares]
-        parts = _all_tokens(torch.cat(shares, 2), ask.group).split(heads, _HEADS)
+        whole = all_to_all(torch.cat(shares, -2), ask.group, 0, 0).flatten(0, 1)
+        arrived = whole.split([x.shape[-2] for x in shares], -2)
     else:
-        parts = [
-            _all_tokens(x.unflatten(_HEADS, (ranks, -1)), ask.group) for x in (query, key, value)
-        ]
+        arrived = [all_to_all(x.contiguous(), ask.group, 0, 0).flatten(0, 1) for x in shares]
+    parts = [x.permute(1, 2, 0, 3) for x in arrived]
     if ask.documents:
         output = _of_documents(ask, ask.documents, parts)
     else:
@@ -111,16 +110,21 @@ def _repeated(x: Tensor, ranks: int) -> Tensor:
     return x if times == 1 else x.repeat_interleave(times, _HEADS)
 
 
-def _all_tokens(x: Tensor, group: dist.ProcessGroup) -> Tensor:
-    """From (samples, ranks, heads, tokens, width): all tokens of the heads of this rank."""
-    parts = all_to_all(x.transpose(0, 1).contiguous(), group, 0, 0)
-    return parts.permute(1, 2, 0, 3, 4).flatten(2, 3)
+def _by_rank(x: Tensor, ranks: int) -> Tensor:
+    """From (samples, tokens, heads, width): (ranks, tokens, samples, heads of a rank, width).
+
+    Tokens of all ranks then follow each other in what arrives, and nothing has to be copied there.
+    """
+    parts: Tensor = x.unflatten(2, (ranks, -1)).permute(2, 1, 0, 3, 4)
+    return parts
 
 
 def _all_heads(x: Tensor, group: dist.ProcessGroup) -> Tensor:
     """The way back, from (samples, heads of this rank, all tokens, width)."""
-    parts = x.unflatten(2, (group.size(), -1)).permute(2, 0, 1, 3, 4)
-    return all_to_all(parts.contiguous(), group, 0, 0).transpose(0, 1).flatten(1, 2)
+    parts = x.transpose(_HEADS, _TOKENS).unflatten(1, (group.size(), -1)).permute(1, 2, 0, 3, 4)
+    arrived = all_to_all(parts.contiguous(), group, 0, 0)
+    # Heads behind tokens, as torch's own attention leaves them, and as models go on with them.
+    return arrived.permute(2, 1, 0, 3, 4).flatten(2, 3).transpose(_HEADS, _TOKENS)
 
 
 def _mask(ask: Attention, query: Tensor) -> Tensor | None:

@@ -300,9 +300,8 @@ class Sequences(TorchFunctionMode):
         """Run `func`; see the module."""
         del types
         kwargs = kwargs or {}
-        special = self._special.get(func)
-        if special:
-            return special(func, args, kwargs)
+        if func in self._special:
+            return self._special[func](func, args, kwargs)
         try:
             return func(*args, **kwargs)
         except RuntimeError:

@@ -212,11 +212,13 @@ def _parts(params: list[Parameter], states: Mapping[Tensor, Any]) -> dict[Tensor
 
 def _kinds(params: list[Parameter]) -> list[list[Parameter]]:
     """Return the plain parameters and those of each mesh, the first kind first."""
+    from torch.distributed.tensor import DTensor
+
     kinds: dict[object, list[Parameter]] = {}
     # Meshes compare by their ranks, which takes longer than all else here.
     known: dict[int, list[Parameter]] = {}
     for param in params:
-        mesh = param.device_mesh if is_sharded(param) else None
+        mesh = param.device_mesh if isinstance(param, DTensor) else None
         kind = known.get(id(mesh))
         if kind is None:
             kind = known[id(mesh)] = kinds.setdefault(mesh, [])

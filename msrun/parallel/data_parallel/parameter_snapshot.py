@@ -84,7 +84,7 @@ class ParameterSnapshot:
         found: list[object] = []
         for module, params in own_parameters(model):
             found += params
-            if gathered := self._units.get(id(module)):
+            if self._units and (gathered := self._units.get(id(module))):
                 found += [None if name in gathered else p for name, p in params.items()]
             else:
                 found += params.values()

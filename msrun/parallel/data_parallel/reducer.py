@@ -42,7 +42,7 @@ from __future__ import annotations
 import contextlib
 import itertools
 import weakref
-from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
+from collections.abc import Callable, Collection, Iterator, Sequence
 
 import torch
 import torch.distributed as dist
@@ -54,6 +54,7 @@ from msrun.parallel import torch_compat
 from msrun.parallel.data_parallel.sparse_embedding import RowBucket
 from msrun.parallel.data_parallel.trained_set import Named, TrainedSet, VoteBucket, vote
 from msrun.parallel.local import (
+    is_sharded,
     local_gradient,
     local_part,
     on_accumulation,
@@ -74,7 +75,8 @@ class Bucket:
 
     def __init__(self, named: Named, dtype: torch.dtype | None) -> None:
         self.names, self.params = zip(*named, strict=True)
-        self._dtype = dtype or local_part(self.params[0]).dtype
+        self._dtype = dtype or self.params[0].dtype
+        self._has_shards = any(map(is_sharded, self.params))
         self._shapes = [local_part(p).shape for p in self.params]
         self._sizes = [shape.numel() for shape in self._shapes]
         self._sent: tuple[Tensor, dist.Work] | None = None
@@ -100,7 +102,7 @@ class Bucket:
         used = []
         parts = flat[:elements].split(self._sizes)
         for name, param, part in zip(self.names, self.params, parts, strict=True):
-            gradient = local_gradient(param)
+            gradient = local_gradient(param) if self._has_shards else param.grad
             used.append(float(gradient is not None))
             if gradient is None:
                 part.zero_()
@@ -135,11 +137,15 @@ class Bucket:
         self._votes = sums if votes else None
         # Marks are sums now: 0 only if no rank had a gradient.
         used = [1.0] * len(parts) if self._is_full else marks.tolist()
+        is_of_type = flat.dtype == self.params[0].dtype
+        is_plain = is_of_type and not self._has_shards
         for param, part, shape, mark in zip(self.params, parts, self._shapes, used, strict=True):
-            if mark:
+            if mark and is_plain:
+                param.grad = part.view(shape)
+            elif mark:
                 set_local_gradient(param, part.view(shape))
         # In another type the gradients are copies, and the buffer would be held beside them.
-        if flat.device.type == "cpu" and flat.dtype == self.params[0].dtype:
+        if flat.device.type == "cpu" and is_of_type:
             self._room = flat
 
     def drop(self) -> None:
@@ -209,19 +215,19 @@ class GradientReducer:
         self._is_done = False
         self._has_changed = False
         self._next = 0
+        self._params = [param for _, param in named]
         self._trained = TrainedSet(named, group, device)
         self._set_buckets(fill(self._trained.params()))
-        for _, param in named:
-            on_accumulation(param, _hook(self))
+        for index, (_, param) in enumerate(named):
+            on_accumulation(param, _hook(self, index))
 
     def _set_buckets(self, buckets: Sequence[Bucket | RowBucket]) -> None:
         """Send `buckets` from now on, the votes with the last that is dense."""
         dense = [bucket for bucket in buckets if isinstance(bucket, Bucket)]
         self._voter = dense[-1] if dense else VoteBucket(self._device)
         self._buckets = [*buckets] if dense else [*buckets, self._voter]
-        self._bucket_of: Mapping[Tensor, Bucket | RowBucket] = {
-            param: bucket for bucket in buckets for param in bucket.params
-        }
+        found = {param: bucket for bucket in buckets for param in bucket.params}
+        self._bucket_of = [found.get(param) for param in self._params]
         self._next = 0
 
     @contextlib.contextmanager
@@ -248,8 +254,12 @@ class GradientReducer:
         if not self._is_done:
             self.reduce()
 
-    def on_gradient(self, param: Tensor) -> None:
-        """Count down the bucket of `param`, whose gradient is there; send those that are full."""
+    def on_gradient(self, index: int) -> None:
+        """Count down the bucket of a parameter, whose gradient is there; send those that are full.
+
+        Args:
+            index: Of the parameter among those that may be trained.
+        """
         if not self._is_on:
             return
         # The first gradient of a backward pass arranges for its end.
@@ -258,10 +268,12 @@ class GradientReducer:
             self._has_changed = self._trained.has_changed()
             self._is_running = True
             torch_compat.after_backward(self.reduce)
-        bucket = self._bucket_of.get(param)
+        bucket = self._bucket_of[index]
         if bucket is None:
             return  # thawed since the last step; `reduce` sends it
         bucket.pending -= 1
+        if bucket.pending > 0:
+            return
         # In order: a full bucket waits for those before it, as it does on every other rank.
         while self._next < len(self._buckets) and self._buckets[self._next].pending <= 0:
             self._launch_next()
@@ -312,21 +324,21 @@ class GradientReducer:
         self._set_buckets(self._fill(self._trained.params()))
 
 
-def _hook(reducer: GradientReducer) -> Callable[[Tensor], None]:
-    """Return what tells `reducer` of a gradient, and does not keep it alive.
+def _hook(reducer: GradientReducer, index: int) -> Callable[[Tensor], None]:
+    """Return what tells `reducer` of the gradient of a parameter, and does not keep it alive.
 
     torch hides these hooks from the garbage collector: one that led to the parameters would keep
     their memory, and the process group, for ever.
     """
     reference = weakref.ref(reducer)
 
-    def on_gradient(param: Tensor) -> None:
+    def on_gradient(_: Tensor) -> None:
         if (own := reference()) is None:
             raise ModelError(
                 "the runtime that reduces the gradients of this model was closed",
                 hint="close it after the last backward pass",
             )
-        own.on_gradient(param)
+        own.on_gradient(index)
 
     return on_gradient
 

@@ -94,8 +94,8 @@ class TrainedSet:
         both = zip(self._named, before, self._flags, strict=True)
         return [pair for pair, was, is_now in both if is_now and not was]
 
-    def _current(self) -> tuple[bool, ...]:
-        return tuple(param.requires_grad for _, param in self._named)
+    def _current(self) -> list[bool]:
+        return [param.requires_grad for _, param in self._named]
 
     def _differing(self, flags: Sequence[bool]) -> list[str]:
         pairs = zip(self._named, flags, self._current(), strict=True)

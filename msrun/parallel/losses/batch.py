@@ -168,8 +168,8 @@ def batch_size(batch: Any) -> int:
         ModelError: There is no tensor in it.
     """
     for tensor in tensors_in(batch):
-        if tensor.dim():
-            return len(tensor)
+        if shape := tensor.shape:
+            return shape[0]
     raise ModelError("the batch holds no tensor with a first dim of samples")
 
 

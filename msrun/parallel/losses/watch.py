@@ -87,7 +87,7 @@ class LossWatch(RowTerms):
         *,
         is_cut: bool = False,
     ) -> None:
-        has_rows = all(len(x) == samples for x in data or () if x.dim())
+        has_rows = all(x.shape[:1] in ((samples,), ()) for x in data or ())
         rows = samples if data and has_rows else 0
         super().__init__(rows, is_cut=is_cut, takes_all=data is None)
         self._samples = samples
