@@ -75,6 +75,7 @@ from msrun.parallel.torch_compat import (
     is_transforming,
     join_axes,
     joined,
+    keeps_graph,
     keeps_off_compiler,
     local_tensor,
     mapped,
@@ -99,10 +100,12 @@ from msrun.parallel.torch_compat import (
     shards_of_gathered,
     share_attributes,
     share_gradient_hooks,
+    show_shards,
     strided_shard,
     takes_device,
     tensors_in,
     transforming_whole,
+    unreduced_gradients,
     unseen_by,
     viewed,
     watch_joined_inputs,
@@ -1249,10 +1252,17 @@ def _plain_beside_dtensors():
         is_normal = operator is torch.ops.aten.randn_like.default
         return placed(torch.full(like.shape, float(is_normal)))
 
-    firsts = [replace_element_methods(take, draw) for _ in range(2)]
+    numbers = []
+
+    def number(like, value):
+        numbers.append((like.shape[0], float(value)))
+
+    firsts = [replace_element_methods(take, draw, number) for _ in range(2)]
     tensor, plain = placed(torch.ones(3)), torch.arange(3.0)
     tensor.add_(plain)
     tensor += plain
+    tensor.mul_(torch.tensor(4.0)).div_(4)
+    tensor * 5  # writes nothing
     found = [
         tensor,
         plain - tensor,
@@ -1262,16 +1272,58 @@ def _plain_beside_dtensors():
     ]
     values = [each.to_local().tolist() for each in found]
     tensor.data = placed(torch.full((3,), 7.0))
-    return firsts, values, tensor.to_local().tolist()
+    return firsts, values, tensor.to_local().tolist(), numbers
 
 
 def test_methods_of_dtensors_take_plain_tensors():
     with ProcessPoolExecutor(1, mp_context=multiprocessing.get_context("spawn")) as pool:
-        firsts, values, written = pool.submit(_plain_beside_dtensors).result()
+        firsts, values, written, numbers = pool.submit(_plain_beside_dtensors).result()
 
     assert firsts == [True, False]
     assert values == [[1, 3, 5], [-1, -2, -3], [0.5, 2, 3.5], [1] * 3, [0] * 3]
     assert written == [7.0] * 3
+    assert numbers == [(3, 4.0), (3, 4.0)]
+
+
+def test_a_backward_pass_knows_whether_it_keeps_its_graph():
+    found = []
+    x = torch.ones(2, requires_grad=True)
+    y = x * 2
+    y.register_hook(lambda _: found.append(keeps_graph()))
+    y.sum().backward(retain_graph=True)
+    y.sum().backward()
+    assert found == [True, False]
+
+
+def _shards_shown():
+    """Return what a unit has after its forward, with its shards shown, and once it has stepped."""
+    dist.init_process_group("gloo", store=dist.HashStore(), rank=0, world_size=1)
+    from torch.distributed.device_mesh import init_device_mesh
+    from torch.distributed.fsdp import fully_shard
+
+    unit = fully_shard(nn.Linear(2, 2), mesh=init_device_mesh("cpu", (1,)))
+    unit.set_reshard_after_backward(False)
+    loss = unit(torch.ones(1, 2)).sum()
+    whole = unit.weight
+    loss.backward()
+    is_whole = unit.weight is whole
+    show_shards(unit)
+    shard, memory = unit.weight, whole.untyped_storage().size()
+    unreduced = unreduced_gradients(unit)
+    whole.grad = torch.ones(2, 2)
+    set_by_hand = unreduced_gradients(unit)
+    whole.grad = None
+    unit(torch.ones(1, 2))
+    return is_whole, shard is whole, memory > 0, unit.weight is whole, unreduced, set_by_hand
+
+
+def test_shards_are_shown_and_what_was_gathered_stays():
+    with ProcessPoolExecutor(1, mp_context=multiprocessing.get_context("spawn")) as pool:
+        *kept, unreduced, set_by_hand = pool.submit(_shards_shown).result()
+
+    assert kept == [True, False, True, True]
+    assert unreduced == []
+    assert set_by_hand == ["weight"]
 
 
 class _OwnCall(nn.Linear):

@@ -45,6 +45,7 @@ def generated(config):
     return found
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("axes", [{"pp": 2}, {"pp": 2, "tp": 2}])
 def test_stages_generate_what_one_process_generates(axes):
     pytest.importorskip("transformers")
@@ -74,6 +75,7 @@ def refused():
     return said
 
 
+@pytest.mark.slow
 def test_a_cache_and_training_mode_are_refused():
     pytest.importorskip("transformers")
     said = "parallel.pipeline: generate({}=...) of a model in stages, which keep no keys and values"

@@ -73,6 +73,7 @@ def learned(config, name):
         return [float(loss) for loss in losses]
 
 
+@pytest.mark.sampled
 @pytest.mark.parametrize("config", CONFIGS)
 @pytest.mark.parametrize("name", LOSSES)
 def test_a_loop_over_samples_or_slices_is_that_of_the_batch(name, config):
