@@ -80,7 +80,6 @@ RATIO_MIN = 0.98
 INIT_MS_MAX = 20.0
 # Of four ranks on two cores some wait for a core as long as all of it takes.
 INIT_JOBS = 9
-TABLE = ["| configuration | ranks | tokens/s | of plain torch |", "|---|---|---|---|"]
 
 Step = Callable[[Tensor, Tensor], Any]
 Turns = dict[str, list[float]]
@@ -150,7 +149,8 @@ def main() -> int:
     options = parser.parse_args()
     compileall.compile_dir(ROOT / "msrun", quiet=1)  # as an installation has it
     print(f"load {os.getloadavg()[0]:.2f}, {os.cpu_count()} CPUs, torch {torch.__version__}")
-    missed, table = [], [*TABLE]
+    missed: list[str] = []
+    table: dict[str, dict[int, str]] = {}
     import_ms = _import_ms()
     print(f"import of the runtime where no parent has it: {import_ms:.1f} ms")
     rows = [(ranks, name) for ranks in options.ranks for name in options.only if name != "hybrid"]
@@ -170,15 +170,26 @@ def main() -> int:
             f"ratio {ratio:.3f}, by CPU {cpu_ratio:.3f}",
             flush=True,
         )
-        table.append(f"| {name} | {ranks} | {ours:,.0f} | {ratio:.2f} |")
+        table.setdefault(name, {})[ranks] = f"{ours:,.0f}, {ratio:.2f} ({cpu_ratio:.2f})"
         if ratio < RATIO_MIN:
             missed.append(f"{name} at {ranks} ranks: {ratio:.3f} of plain torch")
     if options.markdown:
-        print("\n".join(table))
+        print(_markdown(table))
     if options.check:
         for text in missed:
             print(f"missed: {text}", file=sys.stderr)
     return 1 if options.check and missed else 0
+
+
+def _markdown(table: dict[str, dict[int, str]]) -> str:
+    """Return the rows of each configuration by ranks."""
+    counts = sorted({ranks for cells in table.values() for ranks in cells})
+    head = " | ".join(f"{ranks} rank{'s' * (ranks > 1)}" for ranks in counts)
+    rows = (
+        f"| {name} | {' | '.join(cells.get(ranks, '-') for ranks in counts)} |"
+        for name, cells in table.items()
+    )
+    return "\n".join([f"| configuration | {head} |", "|---" * (len(counts) + 1) + "|", *rows])
 
 
 def _ratio(turns: Turns) -> float:
