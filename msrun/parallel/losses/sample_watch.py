@@ -102,6 +102,7 @@ class SampleWatch(TorchFunctionMode):
         self.samples = samples
         self.parts = parts
         self._number = next(_watches)
+        # Where nothing cuts rows, `read` warns of neighbours, as of all other mixtures.
         self._rows = RowsWatch(self._number, samples, of_model=True, is_cut=True)
         self._cut = ""  # where rows were cut first
         self._failure: tuple[Exception, str] | None = None  # and its line

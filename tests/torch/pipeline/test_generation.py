@@ -69,6 +69,11 @@ def refused():
         with pytest.raises(msrun.UsageError) as error:
             model.generate(WORDS, **options)
         said.append(str(error.value))
+    model.whole.generation_config.cache_implementation = "static"  # as some models come
+    with pytest.raises(msrun.UsageError) as error:
+        model.generate(WORDS)
+    said.append(str(error.value))
+    model.whole.generation_config.cache_implementation = None
     model.train()
     with pytest.raises(msrun.UsageError, match=r"training mode\nhint: call model.eval\(\) before"):
         model.generate(WORDS)
@@ -81,7 +86,39 @@ def test_a_cache_and_training_mode_are_refused():
     said = "parallel.pipeline: generate({}=...) of a model in stages, which keep no keys and values"
 
     for sentences in run_warm(refused, 2):
-        for name, sentence in zip(
-            ("cache_implementation", "past_key_values"), sentences, strict=True
-        ):
+        names = ("cache_implementation", "past_key_values", "cache_implementation")
+        for name, sentence in zip(names, sentences, strict=True):
             assert sentence.startswith(said.format(name))
+
+
+class Wrapped(torch.nn.Module):
+    """As peft has it: its `generate` calls the model inside."""
+
+    def __init__(self):
+        super().__init__()
+        self.inside = build()
+        self.config = self.inside.config
+
+    def forward(self, input_ids):
+        return self.inside(input_ids, use_cache=False)
+
+    def prepare_inputs_for_generation(self, *args, **options):
+        return self.inside.prepare_inputs_for_generation(*args, **options)
+
+    def generate(self, *args, **options):
+        return self.inside.generate(*args, **options)
+
+
+def wrapped():
+    rt = msrun.init({"mesh": {"pp": 2}, "pipeline": PIPELINE})
+    model = rt.shard(Wrapped(), sample=(WORDS,)).eval()
+    with pytest.raises(msrun.UsageError) as error:
+        model.generate(WORDS)
+    return error.value.message
+
+
+@pytest.mark.slow
+def test_a_loop_of_another_kind_is_refused():
+    pytest.importorskip("transformers")
+    said = "parallel.pipeline: generate is of Wrapped, of which this rank has one stage"
+    assert run_warm(wrapped, 2) == [said] * 2

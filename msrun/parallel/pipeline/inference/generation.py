@@ -23,6 +23,7 @@ from msrun.parallel.exchange.generators import set_torch_states, torch_states
 from msrun.parallel.exchange.messages import SentTensor, broadcast
 from msrun.parallel.pipeline.ranks import PipelineRanks
 
+_LOOP = "transformers.generation.utils"  # where `generate` is, of models that have no other one
 _CACHES = ("past_key_values", "cache_implementation", "cache_config", "assistant_model")
 
 
@@ -34,7 +35,9 @@ def generate_in_stages(stage: Any, ranks: PipelineRanks) -> Callable[..., Any] |
         ranks: The pipeline.
     """
     whole: Any = stage.whole
-    if not hasattr(whole, "prepare_inputs_for_generation") or whole.config.is_encoder_decoder:
+    if getattr(getattr(type(whole), "generate", None), "__module__", "") != _LOOP:
+        return None  # such as that of peft, which calls the model inside
+    if whole.config.is_encoder_decoder:
         return None
 
     @wraps(whole.generate)
@@ -46,13 +49,14 @@ def generate_in_stages(stage: Any, ranks: PipelineRanks) -> Callable[..., Any] |
     return generate
 
 
-def _check(stage: nn.Module, options: dict[str, Any]) -> None:
+def _check(stage: Any, options: dict[str, Any]) -> None:
     if stage.training:
         raise ModelError(
             f"{ROOT}.pipeline: generate() of a model in stages while it is in training mode",
             hint="call model.eval() before, and model.train() after it",
         )
-    config = options.get("generation_config")
+    whole: Any = stage.whole
+    config = options.get("generation_config") or whole.generation_config
     for name in _CACHES:
         if options.get(name, getattr(config, name, None)) is not None:
             raise ModelError(
