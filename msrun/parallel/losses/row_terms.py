@@ -30,6 +30,10 @@ class RowTerms(LinkedTerms):
         super().__init__(takes_all=takes_all)
         self._rows = RowsWatch(self._number, rows, is_cut=is_cut) if rows else None
 
+    def follow_rows(self, rows: int) -> None:
+        """Look at rows of a tensor of the batch from now on, unless a watch does already."""
+        self._rows = self._rows or (RowsWatch(self._number, rows) if rows else None)
+
     def _sums(self, name: str, args: tuple[Any, ...]) -> list[Term]:
         """Return the sums over the batch that a function adds up, or collects; else nothing."""
         parts: Sequence[Any] = ()

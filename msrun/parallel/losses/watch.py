@@ -64,6 +64,8 @@ from msrun.parallel.losses.terms import (
 from msrun.parallel.torch_compat import checkpointed
 
 _ORDER = "msrun_order"  # of a permutation
+_DIVIDED = "msrun_divided"  # of elements that were divided by their number, for a mean
+_SCALING = torch_calls.DIVIDING | torch_calls.MULTIPLYING | torch_calls.KEEPING
 
 
 class LossWatch(RowTerms):
@@ -174,12 +176,22 @@ class LossWatch(RowTerms):
             setattr(result, _ORDER, True)
         if name == "stack":
             self._note_slices(result, tensors_in(args[0]))
+        if name in _SCALING and result.dim():
+            self._note_divided(name, result, args)
         if args and isinstance(args[0], Tensor) and result is not args[0]:
             if name in torch_calls.KEEPING:
                 self._keep(args[0], result)
             elif (term := self._own_term(args[0])) and term.is_sum:
                 return self._changed(term, name, result, args, kwargs)
         return result
+
+    def _note_divided(self, name: str, result: Tensor, args: tuple[Any, ...]) -> None:
+        """Note that elements were divided by how many samples or elements there are."""
+        number = args[1] if name in torch_calls.DIVIDING and len(args) > 1 else None
+        is_count = isinstance(number, int | float) and number in (self._samples, args[0].numel())
+        given = torch_calls.tensors_of(args)
+        if is_count or any(getattr(x, _DIVIDED, None) == self._number for x in given):
+            setattr(result, _DIVIDED, self._number)
 
     def _differentiated(
         self,
@@ -269,7 +281,7 @@ class LossWatch(RowTerms):
         Raises:
             ModelError: It depends on a number of the part that the batch has another of.
         """
-        if self._rows and (problem := self._rows.problem(loss)):
+        if self._rows and not self._takes_all and (problem := self._rows.problem(loss)):
             raise of_part(problem)
         if self._deciding:
             raise of_part(self._deciding.name)
@@ -399,11 +411,14 @@ class LossWatch(RowTerms):
                 else:
                     sums = x.sum(dtype=wide), torch.full((), x.numel(), device=x.device)
                 return self._mean(name, *sums, result.dtype, elements=elements)
+            is_mean = kind == "sum" and getattr(x, _DIVIDED, None) == self._number
             term = Term(
                 name=name,
                 total=full_tensor(result),
                 is_opaque=kind == "opaque",
                 elements=elements,
+                is_scaled=is_mean,
+                is_by_hand=is_mean,
             )
             self._leave(result, term)
         return result

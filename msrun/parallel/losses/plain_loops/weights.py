@@ -262,7 +262,7 @@ class _Window(TorchFunctionMode):
     def look_for_mixtures(self, batch: Sequence[Tensor]) -> None:
         """Look for what mixes samples of `batch`, too."""
         if samples := _samples(batch):
-            self._mixtures.append(SampleWatch([*batch], samples))
+            self._mixtures.append(SampleWatch([*batch], samples, has_labels=True))
 
     def __torch_function__(
         self,
@@ -332,6 +332,7 @@ class _Window(TorchFunctionMode):
             self._outputs.add(tensor.grad_fn)
             if tensor.numel() != 1:
                 self._losses.take(tensor)
+                self._losses.follow_rows(len(tensor))
 
     def is_of_outputs(self, loss: Tensor) -> bool:
         """Return whether `loss` depends on an output of a model."""
