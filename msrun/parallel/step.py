@@ -34,6 +34,7 @@ from msrun.parallel.losses.batch import (
     tensors_in,
     without_items,
 )
+from msrun.parallel.losses.calls.marks import of_all_samples
 from msrun.parallel.losses.decided.carried import uncarried
 from msrun.parallel.losses.decided.decisions import DecisionTrace
 from msrun.parallel.losses.sample_watch import SampleWatch
@@ -368,9 +369,7 @@ def _may_look(sharded: ShardedModel, tally: LossTally, parts: int, known: int) -
         parts: Micro-batches.
         known: Samples, if a loader said how many there are; else 0.
     """
-    # A plan of mode auto has the samples of all ranks, and micro-batches have not.
-    has_all = sharded.has_fixed_shapes and parts == 1
-    looks = not (has_all or tally.is_whole or is_compiled(sharded.model()))
+    looks = not (tally.is_whole or is_compiled(sharded.model()))
     if looks and (parts > 1 or known):
         tally.may_refuse()
     return looks
@@ -421,11 +420,12 @@ def _watched(
     names = input_names(sharded.model(), given)
     watch = SampleWatch(given, samples, dim, names=names, parts=parts)
     trace = sharded.decisions.trace = DecisionTrace(sharded.decisions, tensors_in(part))
+    known_outputs = sharded.known if parts > 1 else list(map(of_all_samples, sharded.known))
 
     def run(*args: Any, **kwargs: Any) -> Any:
         with trace.in_model():
             output = sharded.model()(*args, **kwargs)
-        watch.seed(tensors_in(output), sharded.known)
+        watch.seed(tensors_in(output), known_outputs)
         return output
 
     with refusing_sequences_first(sharded.model(), watch), eagerly(), trace, watch:

@@ -16,7 +16,7 @@ from torch import Tensor
 from torch.nn import Parameter
 
 from msrun.parallel.local import is_sharded
-from msrun.parallel.torch_compat import local_tensor
+from msrun.parallel.torch_compat import local_tensor, passes_straight
 
 _BITS = 62
 _SOURCE = "msrun_source"
@@ -90,3 +90,23 @@ def is_passed(node: Any) -> bool:
     while node and node.name() in PASSING:
         node, is_passing = node.next_functions[0][0], True
     return is_passing and not isinstance(getattr(node, "variable", None), Parameter)
+
+
+def graph_of(loss: Tensor) -> set[Any]:
+    """Return the nodes of autograd that `loss` was computed by, as `node_of` has them."""
+    seen: set[Any] = set()
+    waiting: list[tuple[Any, int]] = [(loss.grad_fn, loss.output_nr)]
+    while waiting:
+        step, output = waiting.pop()
+        node = node_of(step, output)
+        if step is None or node in seen:
+            continue
+        seen.add(node)
+        before = step.next_functions
+        waiting.extend(before if node is step else before[output : output + 1])
+    return seen
+
+
+def node_of(step: Any, output: int) -> Any:
+    """Return a node of autograd, with its output if it only joins tensors of different origin."""
+    return (step, output) if passes_straight(step) else step

@@ -33,8 +33,10 @@ from torch import Tensor
 
 from msrun.parallel.local import takes_gradients
 from msrun.parallel.losses.calls.contractions import CONTRACTIONS, contraction
-from msrun.parallel.losses.calls.extremes import along, extreme, of_extremes
+from msrun.parallel.losses.calls.extremes import along, of_extremes
 from msrun.parallel.losses.calls.marks import Known, Mark, Mixture, Outcome, Rule, TorchCall
+from msrun.parallel.losses.calls.statistics import reduced
+from msrun.parallel.losses.calls.whole_numbers import whole_numbers
 from msrun.parallel.losses.calls.writes import written_at_index
 from msrun.parallel.losses.mixing import dims_of
 from msrun.parallel.losses.torch_calls import dim_order, over_samples
@@ -47,7 +49,7 @@ def result_of(call: TorchCall) -> Outcome:
     """Return what is known of the result of `call`, some of whose arguments have a mark."""
     rule = _RULES.get(call.name) or (_of_elements if is_elementwise(call.name) else None)
     try:
-        return of_extremes(call, rule) if rule else None
+        return whole_numbers(call) or (of_extremes(call, rule) if rule else None)
     except (TypeError, ValueError, IndexError, RuntimeError):
         return None  # a form of arguments, or a kind of tensor, that the rule does not know
 
@@ -72,15 +74,25 @@ def _elementwise(call: TorchCall, *, is_linear: bool) -> Outcome:
     statistics = [mark.statistic for _, mark, _ in found if mark.statistic]
     if len(dims) > 1:  # pairs of samples
         return None
-    if statistics and not is_linear:
-        # Losses of one number are looked at by `watch`, which knows their counts.
-        return Mixture(statistics[0]) if call.result.dim() else None
-    return Mark(next(iter(dims), None), next(iter(statistics), ""))
+    if statistics and not is_linear and call.result.dim():
+        return Mixture(statistics[0])
+    if statistics and not is_linear and call.result.requires_grad:
+        return None  # losses of one number are looked at by `watch`, which knows their counts
+    is_chosen = not dims and any(mark.is_chosen for _, mark, _ in found)
+    return Mark(next(iter(dims), None), next(iter(statistics), ""), is_chosen=is_chosen)
+
+
+def pairs_of_numbers(call: TorchCall) -> Mixture | None:
+    """Return that flags or whole numbers are of pairs of samples, if they are."""
+    if takes_gradients(call.result) or not is_elementwise(call.name):
+        return None
+    dims = {at for _, _, at in _aligned(call) if at is not None}
+    return Mixture("pairs of samples" + call.line()) if len(dims) > 1 else None
 
 
 def _of_elements(call: TorchCall) -> Outcome:
     """A function of each element that torch alone knows."""
-    return _elementwise(call, is_linear=False) if takes_gradients(call.result) else None
+    return _elementwise(call, is_linear=False)
 
 
 def _product(call: TorchCall) -> Outcome:
@@ -98,32 +110,11 @@ def _quotient(call: TorchCall) -> Outcome:
     )
 
 
-def _reduced(call: TorchCall, kind: str) -> Outcome:
-    """Return what a reduction leaves; `kind` is mean, sum, extreme or opaque."""
-    mark = _own(call)
-    if mark is None or not call.result.is_floating_point():
-        return None
-    count = call.x.dim()
-    dims = dims_of(call.name, call.args, call.kwargs, count) or set(range(count))
-    if mark.dim is None or mark.dim not in dims:
-        if mark.statistic and kind in ("opaque", "extreme"):
-            return Mixture(mark.statistic) if call.result.dim() else None
-        keeps = call.result.dim() == count
-        before = 0 if keeps or mark.dim is None else sum(dim < mark.dim for dim in dims)
-        return Mark(None if mark.dim is None else mark.dim - before, mark.statistic)
-    is_number = not call.result.dim()
-    if kind in ("opaque", "extreme"):
-        return call.mixture(call.name) if kind == "opaque" else extreme(call)
-    if is_number and (mark.statistic or kind == "sum"):
-        return None
-    return Mark(None, mark.statistic or over_samples(call.name) + call.line())
-
-
 def _maximum(call: TorchCall) -> Outcome:
     """`max` of one tensor, or of each element of two."""
     if isinstance(call.value(1, "other"), Tensor):
         return _elementwise(call, is_linear=False)
-    return _reduced(call, "extreme")
+    return reduced(call, "extreme")
 
 
 def _normalized(call: TorchCall) -> Outcome:
@@ -233,6 +224,9 @@ def _picked(call: TorchCall) -> Outcome:
     if mark is None or mark.dim is None or dim % source.dim() != mark.dim:
         return None
     kept, given = call.result.shape[mark.dim : mark.dim + 1], source.shape[mark.dim]
+    index = call.value(2, "index")
+    if isinstance(index, Tensor) and (own := call.mark(index)) and own.dim is not None:
+        return call.mixture(call.name)  # by numbers that samples have, such as classes
     # All are in another order; but of one sample, others may have been left out.
     return None if kept == (given,) and given > 1 else call.mixture(call.name)
 
@@ -372,6 +366,8 @@ def _taken(call: TorchCall) -> Outcome:
     mark = _own(call)
     given = call.args[1] if len(call.args) > 1 else None
     items = list(given) if isinstance(given, tuple) else [given]
+    if mark and mark.dim is None and mark.statistic:
+        return mark  # some values of a matrix of statistics, which samples may choose
     if mark is None or not all(item is None or type(item) in _PLAIN for item in items):
         return None
     if mark.dim is None:
@@ -406,20 +402,21 @@ def _rules() -> dict[str, Rule]:
         found.update(dict.fromkeys(names.split(), rule))
 
     linear, curved = (partial(_elementwise, is_linear=flag) for flag in (True, False))
-    add(linear, "add __add__ __radd__ __iadd__ sub subtract __sub__ __rsub__ __isub__ rsub neg")
-    add(linear, "real imag lerp")
+    signed = "sub subtract __sub__ __rsub__ __isub__ rsub neg real imag lerp"
+    add(linear, f"add __add__ __radd__ __iadd__ {signed}")
     dropped = "dropout dropout1d dropout2d dropout3d where masked_fill"
-    kept = "to float double half bfloat16 type type_as clone contiguous detach cpu cuda"
+    kept = "to float double half bfloat16 long int type type_as clone contiguous detach cpu cuda"
     add(linear, f"__neg__ negative {kept} {dropped}")
     add(_product, "mul multiply __mul__ __rmul__ __imul__")
     add(_quotient, "div divide true_divide __truediv__ __itruediv__")
     # Of others torch says that they are pointwise.
-    add(curved, "logsigmoid hardswish softsign tanhshrink prelu absolute complex polar")
-    add(curved, "__pow__ __ipow__ __abs__ __rtruediv__")
-    add(partial(_reduced, kind="mean"), "mean nanmean")
-    add(partial(_reduced, kind="sum"), "sum nansum")
+    activations = "logsigmoid hardswish softsign tanhshrink prelu absolute complex polar"
+    compared = "__lt__ __le__ __gt__ __ge__ __eq__ __ne__ __and__ __or__ __xor__ __invert__ bool"
+    add(curved, f"__pow__ __ipow__ __abs__ __rtruediv__ __mod__ {compared} {activations}")
+    add(partial(reduced, kind="mean"), "mean nanmean")
+    add(partial(reduced, kind="sum"), "sum nansum")
     opaque = "std var std_mean var_mean norm vector_norm matrix_norm logsumexp prod quantile mode"
-    add(partial(_reduced, kind="opaque"), f"{opaque} median nanmedian nanquantile")
+    add(partial(reduced, kind="opaque"), f"{opaque} median nanmedian nanquantile")
     add(_maximum, "max min amax amin aminmax")
     add(along, "sort msort cumsum cumprod logcumsumexp cummax cummin diff")
     add(_picked, "topk kthvalue index_add scatter_add scatter_reduce index_reduce")
@@ -430,8 +427,8 @@ def _rules() -> dict[str, Rule]:
     add(_of_samples, f"conv1d conv2d conv3d group_norm instance_norm batch_norm {pooled}")
     add(_own, "embedding one_hot view_as_real view_as_complex")
     add(_contracted, " ".join(CONTRACTIONS))
-    add(_loss, "cross_entropy mse_loss l1_loss smooth_l1_loss huber_loss kl_div")
-    add(_loss, "binary_cross_entropy binary_cross_entropy_with_logits gaussian_nll_loss")
+    binary = "binary_cross_entropy binary_cross_entropy_with_logits gaussian_nll_loss"
+    add(_loss, f"cross_entropy mse_loss l1_loss smooth_l1_loss huber_loss kl_div {binary}")
     add(_chosen, "diagonal triu tril trace diag")
     add(_viewed, "view reshape flatten unflatten view_as reshape_as")
     add(
@@ -443,9 +440,17 @@ def _rules() -> dict[str, Rule]:
     add(_split, "chunk split tensor_split narrow")
     add(_one_of_dim, "select unbind")
     add(_collected, "all_reduce wait_tensor _wrap_tensor_autograd.default")
-    one = {"linear": _dense, "unsqueeze": _unsqueezed, "squeeze": _squeezed, "__getitem__": _taken}
-    one |= {"glu": _gated, "pad": _padded, "copy": _copied, "__setitem__": written_at_index}
-    return found | one | {"scaled_dot_product_attention": _attention}
+    return found | {
+        "linear": _dense,
+        "unsqueeze": _unsqueezed,
+        "squeeze": _squeezed,
+        "__getitem__": _taken,
+        "__setitem__": written_at_index,
+        "glu": _gated,
+        "pad": _padded,
+        "copy": _copied,
+        "scaled_dot_product_attention": _attention,
+    }
 
 
 _RULES = _rules()

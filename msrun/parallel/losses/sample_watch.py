@@ -25,6 +25,7 @@ import contextlib
 import itertools
 import warnings
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from dataclasses import replace
 from typing import Any
 
 import torch
@@ -36,26 +37,29 @@ from msrun.errors import ModelError
 from msrun.parallel.config import ROOT
 from msrun.parallel.local import is_sharded, takes_gradients
 from msrun.parallel.losses.batch import tensors_in
+from msrun.parallel.losses.calls.host_values import HostValues
 from msrun.parallel.losses.calls.marks import Known, Mark, Mixture, Outcome, TorchCall
 from msrun.parallel.losses.calls.orders import ORDERING
+from msrun.parallel.losses.calls.size_factors import SIZES, SizeFactors
+from msrun.parallel.losses.calls.whole_numbers import handed_on, of_result
 from msrun.parallel.losses.guesses import (
     PUTTING_BACK,
     guess,
     marks_behind,
     marks_of_values,
 )
-from msrun.parallel.losses.notes import carried, leave, watch_numbers
+from msrun.parallel.losses.notes import carried, graph_of, leave, node_of, watch_numbers
 from msrun.parallel.losses.pairs.input_pairs import (
     CUT_HINT,
-    chooses_samples,
+    chosen_samples,
     failure_of,
     outcome_of,
     shown_input,
 )
 from msrun.parallel.losses.rows import RowsWatch, takes_by
-from msrun.parallel.losses.sample_dims import PROPERTIES, has_rule
+from msrun.parallel.losses.sample_dims import PROPERTIES, has_rule, pairs_of_numbers
 from msrun.parallel.losses.torch_calls import KEEPING, name_of, script_line
-from msrun.parallel.torch_compat import local_tensor, passes_straight, write_count
+from msrun.parallel.torch_compat import local_tensor, write_count
 
 # Attributes of tensors: the number of the watch, how often it was written, and what is known; and
 # of integers that every micro-batch gets whole, or what is computed from these.
@@ -64,7 +68,9 @@ _ORDER = "msrun_sample_order"  # of indices
 # Of a node: the call was seen, and no rule said more; what is known of tensors that it comes from.
 _SEEN = "msrun_seen"
 _BEHIND = "msrun_samples_behind"
+_WRITTEN_VIEW = "CopySlices"  # the node of a tensor of which a view was written
 _watches, _orders = watch_numbers(), itertools.count(1)
+_NONE = torch.empty(0)
 _HINT = (
     f"`{ROOT}: {{verify: first_step}}` compares the step with one process instead, and "
     f"`{ROOT}: {{batch_norm: local}}` accepts statistics of each part"
@@ -81,6 +87,8 @@ class SampleWatch(TorchFunctionMode):
         dim: That of samples.
         names: Of the tensors in `batch`; empty for those that micro-batches do not cut.
         parts: Micro-batches.
+        has_labels: Whether whole numbers that nobody gave the model, as many as samples, are
+            labels of these.
 
     Attributes:
         samples: Samples in it.
@@ -97,13 +105,16 @@ class SampleWatch(TorchFunctionMode):
         *,
         names: Iterable[str] = (),
         parts: int = 1,
+        has_labels: bool = False,
     ) -> None:
         super().__init__()
         self.samples = samples
         self.parts = parts
+        self._has_labels = has_labels and samples > 1
         self._number = next(_watches)
         # Where nothing cuts rows, `read` warns of neighbours, as of all other mixtures.
         self._rows = RowsWatch(self._number, samples, of_model=True, is_cut=True)
+        self._sizes, self._host = SizeFactors(samples), HostValues()
         self._cut = ""  # where rows were cut first
         self._failure: tuple[Exception, str] | None = None  # and its line
         self._pairs = ""  # of rows of different inputs, that were computed first
@@ -127,39 +138,67 @@ class SampleWatch(TorchFunctionMode):
         """Run `func`; see the class."""
         del types
         kwargs = kwargs or {}
-        given = list(_tensors((*args, *kwargs.values())))
+        if func in SIZES:
+            return self._size(func, args, kwargs)
+        name, given = _name(func), list(_tensors((*args, *kwargs.values())))
         # Before the call, which may write them.
         marks = {id(tensor): mark for tensor in given if (mark := self._mark(tensor))}
-        mixture = next(filter(None, map(self._mixture, given)), None)
+        mixture = handed_on(name, args, kwargs, self._mixture) or self._host.mixture(name, args)
         try:
             result = func(*args, **kwargs)
         except (RuntimeError, IndexError, ValueError) as error:
             self._note_failure(error, func, args, kwargs, marks)
             raise
-        name = _name(func)
+        if given and not isinstance(result, Tensor):
+            self._host.follow(name, marks.get(id(given[0])), mixture, result)
         if name in ORDERING or (name in KEEPING and given and self._order(given[0])):
             self._leave_order(result, given)
         if marks or self._rows.has_cut:
             self._follow(func, args, kwargs, result, marks)
-        wholes = {id(tensor) for tensor in given if self._is_whole(tensor)}
-        if not (marks or mixture or wholes):
-            return result
-        results = [args[0]] if name == "__setitem__" else list(_tensors((result,)))
-        dims = {number: mark.dim for number, mark in marks.items()}
-        if wholes and takes_by(name, args, kwargs, dims, wholes):
-            mixture = mixture or Mixture(f"samples by their position{script_line()}", of_parts=True)
-        elif wholes and not marks:
-            self._leave_whole(results)
-        is_written = results and args and results[0] is args[0]
-        if is_written and id(args[0]) not in marks and args[0].grad_fn is None:
-            return result  # a buffer that takes statistics
         orders = {id(tensor): order for tensor in given if (order := self._order(tensor))}
+        call = TorchCall(name, args, kwargs, _NONE, marks, self.samples, orders=orders)
+        self._note_results(call, result, mixture, given)
+        return result
+
+    def _note_results(
+        self, call: TorchCall, result: Any, mixture: Mixture | None, given: Sequence[Tensor]
+    ) -> None:
+        """Note what is known of the results of a function.
+
+        Args:
+            call: Of the function.
+            result: What it returned.
+            mixture: What it got from other functions.
+            given: Tensors that it got.
+        """
+        name, args = call.name, call.args
+        wholes = {id(tensor) for tensor in given if self._is_whole(tensor)}
+        if not (call.marks or mixture or wholes or self._sizes.may_decide(name)):
+            return
+        results = [args[0]] if name == "__setitem__" else list(_tensors((result,)))
+        dims = {number: mark.dim for number, mark in call.marks.items()}
+        if wholes and takes_by(name, args, call.kwargs, dims, wholes):
+            mixture = mixture or Mixture(f"samples by their position{script_line()}", of_parts=True)
+        elif wholes and not call.marks:
+            self._leave_whole(results)
+        is_written = bool(results and args and results[0] is args[0])
+        is_plain = is_written and id(args[0]) not in call.marks and args[0].grad_fn is None
+        if is_plain and not mixture:
+            return  # a buffer that takes statistics
         for tensor in results:
-            call = TorchCall(name, args, kwargs, tensor, marks, self.samples, orders=orders)
-            outcome = self._outcome(call)
+            own = replace(call, result=tensor)
+            outcome = self._sizes.outcome(own) or self._outcome(own)
             if outcome is None:
-                self._leave_unknown(tensor, is_written=bool(is_written))
+                self._leave_unknown(tensor, is_written=is_written)
             self._note(tensor, outcome, mixture)
+
+    def _size(self, func: Callable[..., Any], args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+        """Return sizes of a tensor, and note that a script reads that of samples."""
+        result, x = func(*args, **kwargs), args[0]
+        mark = self._mark(x)
+        if mark and mark.dim is not None and not mark.is_guess and x.shape[mark.dim]:
+            asked = next((value for value in (*args[1:], *kwargs.values())), None)
+            self._sizes.note(_name(func), x, mark.dim, asked)
         return result
 
     def _outcome(self, call: TorchCall) -> Outcome:
@@ -168,8 +207,8 @@ class SampleWatch(TorchFunctionMode):
             return outcome
         if (own := call.mark(call.result)) and self._mark(call.result) == own:
             return own  # that of an argument, which was not written, as by `requires_grad_`
-        if chooses_samples(call):
-            return Mark(None)
+        if (chosen := chosen_samples(call) or pairs_of_numbers(call)) is not None:
+            return chosen
         return self._guess_of(call) if self._may_be_guessed(call.result) else None
 
     def _guess_of(self, call: TorchCall) -> Outcome:
@@ -209,10 +248,10 @@ class SampleWatch(TorchFunctionMode):
         elif outcome and (self.samples > 1 or self.parts > 1 or outcome.hint):
             # Any dim of one may have the one sample of a batch that nothing cuts.
             mixture = mixture or outcome
+        if mixture:
+            setattr(tensor, _MIXTURE, (self._number, *of_result(mixture, tensor)))
         if mixture and tensor.grad_fn:
             self._found.append((mixture, node_of(tensor.grad_fn, tensor.output_nr)))
-        elif mixture and tensor.is_floating_point():
-            setattr(tensor, _MIXTURE, (self._number, *mixture))
 
     def _note_failure(
         self,
@@ -225,7 +264,7 @@ class SampleWatch(TorchFunctionMode):
         """Note why a function raised, if it is that other micro-batches have the other rows."""
         if isinstance(error, torch.OutOfMemoryError):
             return
-        call = TorchCall(_name(func), args, kwargs, torch.empty(0), marks, self.samples)
+        call = TorchCall(_name(func), args, kwargs, _NONE, marks, self.samples)
         if cause := self._pairs or failure_of(call, self.parts):
             self._failure = error, cause
 
@@ -307,11 +346,15 @@ class SampleWatch(TorchFunctionMode):
 
     def _guessed(self, tensor: Tensor) -> Mark | None:
         """Return what the graph of a tensor says that no function of torch returned, if any."""
+        is_label = self._has_labels and not (takes_gradients(tensor) or self._is_whole(tensor))
+        if is_label and tensor.shape[:1] == (self.samples,) and tensor.dtype != torch.bool:
+            return Mark(0, is_guess=True)
         if tensor.grad_fn is None or not self._may_be_guessed(tensor):
             return None
         marks = marks_behind(tensor, self._known_of_node)
         metadata, place = _metadata(tensor.grad_fn), tensor.output_nr
-        if metadata.get((_SEEN, place)) == self._number:  # by a rule that knows linear functions
+        is_written = tensor.grad_fn.name().endswith(_WRITTEN_VIEW)
+        if is_written or metadata.get((_SEEN, place)) == self._number:  # by linear functions
             marks = [mark._replace(statistic="") for mark in marks]
         metadata[_BEHIND, place] = self._number, marks
         outcome = guess(tensor, marks, self.samples)
@@ -343,7 +386,10 @@ class SampleWatch(TorchFunctionMode):
 
     def _mixture(self, tensor: Tensor) -> Mixture | None:
         number, *noted = getattr(tensor, _MIXTURE, (None,))
-        return Mixture(*noted) if number == self._number else None
+        if number == self._number:
+            return Mixture(*noted)
+        is_of_batch = getattr(tensor, _MARK, (None,))[0] == self._number or self._is_whole(tensor)
+        return None if is_of_batch else self._host.of_numpy(tensor)
 
     def _by_position(self, tensor: Tensor) -> Mixture | None:
         problem = self._rows.problem(tensor)
@@ -392,38 +438,19 @@ class SampleWatch(TorchFunctionMode):
         by_position = self._by_position(loss)
         is_cut = is_cut or bool(is_known and by_position)
         reached = by_position if is_known else None
-        reached = reached or next((mixture for mixture, node in found if node in nodes), None)
-        reached = reached or by_position
+        reaching = [mixture for mixture, node in found if node in nodes]
+        reaching.sort(key=lambda mixture: not mixture.is_sure)
+        reached = reached or next(iter(reaching), None) or by_position
         if reached is None:
             return None
-        text = (
-            f"the loss depends on {reached.name} of a part of the batch, which is another number "
-            "for the whole batch"
+        text = f"the loss depends on {reached.name} of a part of the batch, which is another number"
+        text += (
+            " for the whole batch" if reached.is_sure else " for the whole batch if these mix them"
         )
-        if is_cut:
+        if is_cut and reached.is_sure:
             return ModelError(text, hint=reached.hint or _HINT)
         warnings.warn(f"msrun: {text}: {_HINT}{_GATHER}", stacklevel=6)
         return None
-
-
-def graph_of(loss: Tensor) -> set[Any]:
-    """Return the nodes of autograd that `loss` was computed by, as `node_of` has them."""
-    seen: set[Any] = set()
-    waiting: list[tuple[Any, int]] = [(loss.grad_fn, loss.output_nr)]
-    while waiting:
-        step, output = waiting.pop()
-        node = node_of(step, output)
-        if step is None or node in seen:
-            continue
-        seen.add(node)
-        before = step.next_functions
-        waiting.extend(before if node is step else before[output : output + 1])
-    return seen
-
-
-def node_of(step: Any, output: int) -> Any:
-    """Return a node of autograd, with its output if it only joins tensors of different origin."""
-    return (step, output) if passes_straight(step) else step
 
 
 def _metadata(node: Any) -> dict[Any, Any]:

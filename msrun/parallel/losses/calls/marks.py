@@ -23,6 +23,7 @@ class Mark(NamedTuple):
         is_guess: Whether `dim` may be another one.
         order: A number of the order that samples were put in; 0 for that of the batch.
         is_extreme: Whether the statistic is a maximum or a minimum.
+        is_chosen: Whether its first dim has the samples that a mask chose, and `dim` is None.
     """
 
     dim: int | None
@@ -33,6 +34,7 @@ class Mark(NamedTuple):
     is_guess: bool = False
     order: int = 0
     is_extreme: bool = False
+    is_chosen: bool = False
 
 
 class Mixture(NamedTuple):
@@ -42,11 +44,15 @@ class Mixture(NamedTuple):
         name: Of what it is, with its line.
         hint: What to do, if that is special.
         of_parts: Whether only micro-batches mix them, and not the batches of ranks.
+        is_place: Whether it made whole numbers that are right as an index.
+        is_sure: Whether it is known that samples were mixed.
     """
 
     name: str
     hint: str = ""
     of_parts: bool = False
+    is_place: bool = False
+    is_sure: bool = True
 
 
 class Known(NamedTuple):
@@ -59,6 +65,11 @@ class Known(NamedTuple):
 
     mark: Mark | None = None
     mixture: Mixture | None = None
+
+
+def of_all_samples(known: Known) -> Known:
+    """Return what is known of an output that a plan of mode auto computed of all samples."""
+    return Known(known.mark and Mark(known.mark.dim))
 
 
 @dataclass(frozen=True, slots=True)

@@ -22,7 +22,7 @@ def written_at_index(call: TorchCall) -> Outcome:
     if _is_choice(index):
         return own and Mark(own.dim, statistic)
     if given is None or given.dim is None:
-        return own and Mark(own.dim, statistic)
+        return Mark(own and own.dim, statistic) if own or statistic else None
     kept = _written_dims(index, target.dim())
     if kept is None:
         return None

@@ -19,7 +19,7 @@ from torch.overrides import TorchFunctionMode
 from msrun.errors import ModelError
 from msrun.parallel.losses.batch import tensors_in
 from msrun.parallel.losses.decided.decisions import Decisions, DecisionTrace
-from msrun.parallel.losses.sample_watch import graph_of, node_of
+from msrun.parallel.losses.notes import graph_of, node_of
 from msrun.parallel.losses.terms import PartLoss
 from msrun.parallel.losses.torch_calls import of_values, script_line, tensors_of
 from msrun.parallel.torch_compat import eagerly

@@ -69,14 +69,18 @@ def shown_input(name: str, x: Tensor) -> str:
     return f"`{name}` {list(x.shape)}"
 
 
-def chooses_samples(call: TorchCall) -> bool:
-    """Return whether indices or a mask choose among samples, so that no dim has all of them."""
+def chosen_samples(call: TorchCall) -> Mark | None:
+    """Return that indices or a mask choose among samples, so that no dim has all of them."""
     if call.name in ("masked_select", "take"):
-        return call.mark(call.x) is not None
+        return Mark(None) if call.mark(call.x) else None
     source, dim, indices = _indexed(call)
     mark = call.mark(source)
-    is_along = mark is not None and mark.dim is not None and mark.dim == dim
-    return is_along and isinstance(indices, Tensor | list)
+    if mark is None or mark.dim is None or mark.dim != dim:
+        return None
+    if not isinstance(indices, Tensor | list):
+        return None
+    is_mask = isinstance(indices, Tensor) and indices.dtype == torch.bool
+    return Mark(None, is_chosen=is_mask and dim == 0)
 
 
 def failure_of(call: TorchCall, parts: int) -> str:

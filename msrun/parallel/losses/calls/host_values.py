@@ -1,0 +1,67 @@
+"""Values of samples that a script computes with in Python or numpy, and brings back to torch.
+
+Nobody follows them there.  A number of a part of the batch that comes back as it is, such as
+`x / x.std().item()`, is known by its value.  Of tensors that are made of lists, or of memory of
+numpy, after values of samples were read, it is not known whether they mix samples: that is a
+warning.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import Any
+
+from torch import Tensor
+from torch.nn import Parameter
+
+from msrun.parallel.losses.calls.marks import Mark, Mixture
+from msrun.parallel.losses.torch_calls import script_line
+
+_READING = frozenset(["numpy", "__array__", "tolist"])
+_NUMBERS = frozenset(["item", "__float__"])
+_MAKING = frozenset(["tensor", "as_tensor", "asarray"])
+
+
+class HostValues:
+    """What a script read of a part of the batch."""
+
+    def __init__(self) -> None:
+        self._line = ""  # where values of samples were read
+        self._numbers: dict[float, Mixture] = {}
+
+    def follow(self, name: str, mark: Mark | None, mixture: Mixture | None, result: Any) -> None:
+        """Note what a function hands to Python.
+
+        Args:
+            name: Of the function.
+            mark: Of the tensor that it got.
+            mixture: That this has.
+            result: What it returned.
+        """
+        if name in _READING and (mark or mixture):
+            self._line = script_line()
+        statistic = Mixture(mark.statistic) if mark and mark.statistic else None
+        number = mixture or statistic
+        if name in _NUMBERS and number and isinstance(result, float) and not result.is_integer():
+            self._numbers[result] = number
+
+    def mixture(self, name: str, args: Sequence[Any]) -> Mixture | None:
+        """Return what the result of a function has from numbers or lists that it got."""
+        if self._numbers:
+            for value in args:
+                if type(value) is float and value in self._numbers:
+                    return self._numbers[value]
+        is_made = name in _MAKING and bool(args) and not isinstance(args[0], Tensor | int | float)
+        return self._unsure() if self._line and is_made else None
+
+    def of_numpy(self, tensor: Tensor) -> Mixture | None:
+        """Return that nobody knows what a tensor in memory of numpy was computed from."""
+        if not self._line or isinstance(tensor, Parameter) or tensor.grad_fn is not None:
+            return None
+        is_foreign = tensor.device.type == "cpu" and not tensor.untyped_storage().resizable()
+        return self._unsure() if is_foreign else None
+
+    def _unsure(self) -> Mixture:
+        return Mixture(
+            f"values that Python or numpy computed of samples{self._line}", is_sure=False
+        )
