@@ -196,8 +196,7 @@ def _no_case_of_parts(case: Case) -> str:
     if any("batch norm" in quirk for quirk in case.quirks):
         return "a loop of parts has the statistics of each"
     written = ("momentum copy", "buffer counter", "buffer average", "spectral norm")
-    written += ("norms with hooks",)
-    if case.has(*written, "attribute counter"):
+    if case.has(*written, "norms with hooks", "attribute counter"):
         return "a loop of parts changes what forward writes in each"
     is_alone = _data_ranks(CONFIGS[case.config][1]) == 1
     if is_alone and case.has(*_GRADIENT_HOOKS):

@@ -10,7 +10,7 @@ from torch.nn import Parameter
 from torch.overrides import TorchFunctionMode
 
 from msrun.parallel.losses.calls.unknown import is_unseen
-from msrun.parallel.losses.notes import watch_numbers
+from msrun.parallel.losses.notes import note_of_all_ranks, watch_numbers
 from msrun.parallel.losses.own_gradients import note_gathered
 from msrun.parallel.losses.terms import Term
 from msrun.parallel.torch_compat import write_count
@@ -107,5 +107,6 @@ class LinkedTerms(TorchFunctionMode):
 def whole(value: Tensor) -> Tensor:
     """Return `value`, which is no part of the batch any more but has all of it."""
     setattr(value, _SOURCES, (None,))
+    note_of_all_ranks(value)
     note_gathered(value)
     return value

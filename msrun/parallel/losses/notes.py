@@ -20,6 +20,8 @@ from msrun.parallel.torch_compat import local_tensor, passes_straight
 
 _BITS = 62
 _SOURCE = "msrun_source"
+# Of tensors, in the first step: where they have samples, and what mixed these before.
+SAMPLES, MIXTURE = "msrun_samples", "msrun_mixture"
 # Nodes of functions that return what they get in new tensors, without notes: of `fully_shard`,
 # torch's reducer, DTensor, `tensor.placements` in place of it, and `tensor.hooks`.
 PASSING = frozenset(
@@ -61,6 +63,12 @@ def leave(tensor: Tensor, key: str, noted: Any) -> None:
     if tensor.grad_fn is not None:
         metadata: Any = tensor.grad_fn.metadata
         metadata[key, tensor.output_nr] = noted
+
+
+def note_of_all_ranks(tensor: Tensor) -> None:
+    """Note that `tensor` has values of all ranks, of which no part of the batch has others."""
+    setattr(tensor, SAMPLES, (None, 0))
+    vars(tensor).pop(MIXTURE, None)
 
 
 def carried(tensor: Tensor, key: str) -> Any:

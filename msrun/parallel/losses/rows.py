@@ -286,3 +286,11 @@ def takes_by(
         return False
     dim, index = (*args[1:], kwargs.get("dim", kwargs.get("index")), kwargs.get("index"))[:2]
     return isinstance(dim, int) and dim % x.dim() == of_samples and id(index) in places
+
+
+def is_row_of_integers(args: Sequence[Any], results: Sequence[Tensor]) -> bool:
+    """Return whether a function takes one row of integers: of positions or masks all are equal."""
+    x = args[0] if args else None
+    if not isinstance(x, Tensor) or x.is_floating_point() or not x.dim():
+        return False
+    return all(tensor.dim() < x.dim() or len(tensor) == 1 for tensor in results)

@@ -29,6 +29,7 @@ from dataclasses import replace
 from typing import Any
 
 import torch
+import torch.distributed as dist
 from torch import Tensor
 from torch.nn import Parameter
 from torch.overrides import TorchFunctionMode
@@ -48,7 +49,16 @@ from msrun.parallel.losses.guesses import (
     marks_behind,
     marks_of_values,
 )
-from msrun.parallel.losses.notes import carried, graph_of, leave, node_of, watch_numbers
+from msrun.parallel.losses.notes import (
+    MIXTURE,
+    SAMPLES,
+    carried,
+    graph_of,
+    leave,
+    node_of,
+    note_of_all_ranks,
+    watch_numbers,
+)
 from msrun.parallel.losses.pairs.input_pairs import (
     CUT_HINT,
     chosen_samples,
@@ -56,21 +66,24 @@ from msrun.parallel.losses.pairs.input_pairs import (
     outcome_of,
     shown_input,
 )
-from msrun.parallel.losses.rows import RowsWatch, takes_by
+from msrun.parallel.losses.rows import RowsWatch, is_row_of_integers, takes_by
 from msrun.parallel.losses.sample_dims import PROPERTIES, has_rule, pairs_of_numbers
-from msrun.parallel.losses.torch_calls import KEEPING, name_of, script_line
+from msrun.parallel.losses.terms import is_counted
+from msrun.parallel.losses.torch_calls import KEEPING, name_of, script_line, tensors_of
 from msrun.parallel.torch_compat import local_tensor, write_count
 
 # Attributes of tensors: the number of the watch, how often it was written, and what is known; and
 # of integers that every micro-batch gets whole, or what is computed from these.
-_MARK, _MIXTURE, _WHOLE = "msrun_samples", "msrun_mixture", "msrun_whole"
+_MARK, _MIXTURE, _WHOLE = SAMPLES, MIXTURE, "msrun_whole"
 _ORDER = "msrun_sample_order"  # of indices
+_MADE = "msrun_made"  # of nothing that the model or its loss gets
 # Of a node: the call was seen, and no rule said more; what is known of tensors that it comes from.
 _SEEN = "msrun_seen"
 _BEHIND = "msrun_samples_behind"
 _WRITTEN_VIEW = "CopySlices"  # the node of a tensor of which a view was written
 _watches, _orders = watch_numbers(), itertools.count(1)
 _NONE = torch.empty(0)
+_COLLECTIVES = dist.all_reduce.__module__
 _HINT = (
     f"`{ROOT}: {{verify: first_step}}` compares the step with one process instead, and "
     f"`{ROOT}: {{batch_norm: local}}` accepts statistics of each part"
@@ -140,7 +153,7 @@ class SampleWatch(TorchFunctionMode):
         kwargs = kwargs or {}
         if func in SIZES:
             return self._size(func, args, kwargs)
-        name, given = _name(func), list(_tensors((*args, *kwargs.values())))
+        name, given = _name(func), tensors_of((*args, *kwargs.values()))
         # Before the call, which may write them.
         marks = {id(tensor): mark for tensor in given if (mark := self._mark(tensor))}
         mixture = handed_on(name, args, kwargs, self._mixture) or self._host.mixture(name, args)
@@ -149,6 +162,10 @@ class SampleWatch(TorchFunctionMode):
         except (RuntimeError, IndexError, ValueError) as error:
             self._note_failure(error, func, args, kwargs, marks)
             raise
+        if getattr(func, "__module__", "") == _COLLECTIVES:
+            for tensor in given:
+                note_of_all_ranks(tensor)
+            return result
         if given and not isinstance(result, Tensor):
             self._host.follow(name, marks.get(id(given[0])), mixture, result)
         if name in ORDERING or (name in KEEPING and given and self._order(given[0])):
@@ -173,9 +190,12 @@ class SampleWatch(TorchFunctionMode):
         """
         name, args = call.name, call.args
         wholes = {id(tensor) for tensor in given if self._is_whole(tensor)}
-        if not (call.marks or mixture or wholes or self._sizes.may_decide(name)):
+        is_known = bool(call.marks or mixture or wholes)
+        if self._has_labels and not is_known and all(map(self._is_made, given)):
+            self._leave_made(result)
+        if not (is_known or self._sizes.may_decide(name)):
             return
-        results = [args[0]] if name == "__setitem__" else list(_tensors((result,)))
+        results = [args[0]] if name == "__setitem__" else tensors_of((result,))
         dims = {number: mark.dim for number, mark in call.marks.items()}
         if wholes and takes_by(name, args, call.kwargs, dims, wholes):
             mixture = mixture or Mixture(f"samples by their position{script_line()}", of_parts=True)
@@ -234,7 +254,7 @@ class SampleWatch(TorchFunctionMode):
 
         name = name_of(func)
         results = [tensor for tensor in tensors_in(result) if not tensor.is_inference()]
-        if _is_row_of_integers(args, results):
+        if is_row_of_integers(args, results):
             return
         had_cut = self._rows.has_cut
         self._rows.follow(name, args, kwargs, results, is_sample)
@@ -248,8 +268,9 @@ class SampleWatch(TorchFunctionMode):
         elif outcome and (self.samples > 1 or self.parts > 1 or outcome.hint):
             # Any dim of one may have the one sample of a batch that nothing cuts.
             mixture = mixture or outcome
+        mixture = mixture and of_result(mixture, tensor)
         if mixture:
-            setattr(tensor, _MIXTURE, (self._number, *of_result(mixture, tensor)))
+            setattr(tensor, _MIXTURE, (self._number, *mixture))
         if mixture and tensor.grad_fn:
             self._found.append((mixture, node_of(tensor.grad_fn, tensor.output_nr)))
 
@@ -309,7 +330,7 @@ class SampleWatch(TorchFunctionMode):
     def _leave_order(self, result: Any, given: Sequence[Tensor]) -> None:
         """Note that indices are an order of their own, or that of the indices they are."""
         order = next(filter(None, map(self._order, given)), 0) or next(_orders)
-        for tensor in _tensors((result,)):
+        for tensor in tensors_of((result,)):
             if not tensor.is_floating_point():
                 setattr(tensor, _ORDER, (self._number, order))
 
@@ -321,6 +342,13 @@ class SampleWatch(TorchFunctionMode):
         for tensor in tensors:
             if not (tensor.is_inference() or takes_gradients(tensor)):
                 setattr(tensor, _WHOLE, self._number)
+
+    def _leave_made(self, result: Any) -> None:
+        for tensor in tensors_of((result,)):  # no labels
+            setattr(tensor, _MADE, self._number)
+
+    def _is_made(self, tensor: Tensor) -> bool:
+        return getattr(tensor, _MADE, None) == self._number
 
     def _is_whole(self, tensor: Tensor) -> bool:
         return getattr(tensor, _WHOLE, None) == self._number
@@ -347,6 +375,7 @@ class SampleWatch(TorchFunctionMode):
     def _guessed(self, tensor: Tensor) -> Mark | None:
         """Return what the graph of a tensor says that no function of torch returned, if any."""
         is_label = self._has_labels and not (takes_gradients(tensor) or self._is_whole(tensor))
+        is_label = is_label and not self._is_made(tensor)
         if is_label and tensor.shape[:1] == (self.samples,) and tensor.dtype != torch.bool:
             return Mark(0, is_guess=True)
         if tensor.grad_fn is None or not self._may_be_guessed(tensor):
@@ -439,6 +468,8 @@ class SampleWatch(TorchFunctionMode):
         is_cut = is_cut or bool(is_known and by_position)
         reached = by_position if is_known else None
         reaching = [mixture for mixture, node in found if node in nodes]
+        if is_counted(nodes):
+            reaching = [mixture for mixture in reaching if not mixture.unless_counted]
         reaching.sort(key=lambda mixture: not mixture.is_sure)
         reached = reached or next(iter(reaching), None) or by_position
         if reached is None:
@@ -457,23 +488,6 @@ def _metadata(node: Any) -> dict[Any, Any]:
     """Return what anybody notes at a node of autograd; torch declares it as a method."""
     found: dict[Any, Any] = node.metadata
     return found
-
-
-def _tensors(values: Iterable[Any]) -> Iterator[Tensor]:
-    """Return tensors among `values` and in lists and tuples among them."""
-    for value in values:
-        if isinstance(value, Tensor):
-            yield value
-        elif isinstance(value, tuple | list):
-            yield from (item for item in value if isinstance(item, Tensor))
-
-
-def _is_row_of_integers(args: Sequence[Any], results: Sequence[Tensor]) -> bool:
-    """Return whether a function takes one row of integers: of positions or masks all are equal."""
-    x = args[0] if args else None
-    if not isinstance(x, Tensor) or x.is_floating_point() or not x.dim():
-        return False
-    return all(tensor.dim() < x.dim() or len(tensor) == 1 for tensor in results)
 
 
 def _name(func: Callable[..., Any]) -> str:

@@ -38,7 +38,7 @@ from msrun.parallel.exchange import messages
 from msrun.parallel.exchange.host_copy import HostCopy
 from msrun.parallel.local import full_tensor, is_sharded, local_gradient
 from msrun.parallel.losses.calls.unknown import warn_of_unknown
-from msrun.parallel.losses.terms import Kind, PartLoss, Term, count_type, one_number
+from msrun.parallel.losses.terms import Kind, PartLoss, Term, count_type, note_counted, one_number
 from msrun.parallel.losses.watch import LossWatch
 from msrun.parallel.torch_compat import eagerly
 
@@ -195,7 +195,7 @@ class LossTally:
             count = torch.full((), count, dtype=self.numbers.dtype, device=self.numbers.device)
         else:
             raise ModelError(f"the count of the loss is {type(count).__name__}, and not a number")
-        total = full_tensor(one_number(total, self.device, "sum of the loss"))
+        total = note_counted(full_tensor(one_number(total, self.device, "sum of the loss")))
         return PartLoss(kind="counted", value=total, count=count)
 
     def add(self, loss: PartLoss, samples: int) -> None:

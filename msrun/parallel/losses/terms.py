@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Iterable, Sequence
 from dataclasses import dataclass, field
 from typing import Any, Literal
 
@@ -33,6 +33,7 @@ class Limit:
 
 
 NO_LIMIT = Limit()
+_COUNTED = "msrun_counted"  # of a node of autograd
 
 
 @dataclass(frozen=True, slots=True, kw_only=True, eq=False)
@@ -112,6 +113,20 @@ class PartLoss:
 def count_type(device: torch.device) -> torch.dtype:
     """Return the type in which counts are added; HCCL has no float64."""
     return torch.float64 if device.type in ("cpu", "cuda") else torch.float32
+
+
+def note_counted(total: Tensor) -> Tensor:
+    """Return a sum that a script returned with its count, and note that it is one."""
+    if total.grad_fn is not None:
+        metadata: Any = total.grad_fn.metadata
+        metadata[_COUNTED] = True
+    return total
+
+
+def is_counted(nodes: Iterable[Any]) -> bool:
+    """Return whether one of the nodes of autograd of a loss is such a sum."""
+    steps = (node[0] if isinstance(node, tuple) else node for node in nodes)
+    return any(_COUNTED in step.metadata for step in steps)
 
 
 def one_number(loss: Any, device: torch.device, name: str = "loss") -> Tensor:

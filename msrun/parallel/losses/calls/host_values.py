@@ -8,10 +8,12 @@ warning.
 
 from __future__ import annotations
 
+import inspect
 from collections.abc import Sequence
 from typing import Any
 
 from torch import Tensor
+from torch.autograd import Function
 from torch.nn import Parameter
 
 from msrun.parallel.losses.calls.marks import Mark, Mixture
@@ -19,6 +21,7 @@ from msrun.parallel.losses.torch_calls import script_line
 
 _READING = frozenset(["numpy", "__array__", "tolist"])
 _NUMBERS = frozenset(["item", "__float__"])
+_APPLY = Function.apply.__func__.__code__  # type: ignore[attr-defined]
 _MAKING = frozenset(["tensor", "as_tensor", "asarray"])
 
 
@@ -38,7 +41,7 @@ class HostValues:
             mixture: That this has.
             result: What it returned.
         """
-        if name in _READING and (mark or mixture):
+        if name in _READING and (mark or mixture) and not _is_own_function():
             self._line = script_line()
         statistic = Mixture(mark.statistic) if mark and mark.statistic else None
         number = mixture or statistic
@@ -47,10 +50,11 @@ class HostValues:
 
     def mixture(self, name: str, args: Sequence[Any]) -> Mixture | None:
         """Return what the result of a function has from numbers or lists that it got."""
-        if self._numbers:
-            for value in args:
-                if type(value) is float and value in self._numbers:
-                    return self._numbers[value]
+        # Losses of one number are looked at by `watch`.
+        has_dims = any(isinstance(value, Tensor) and value.dim() for value in args)
+        for value in args if self._numbers and has_dims else ():
+            if type(value) is float and value in self._numbers:
+                return self._numbers[value]
         is_made = name in _MAKING and bool(args) and not isinstance(args[0], Tensor | int | float)
         return self._unsure() if self._line and is_made else None
 
@@ -65,3 +69,11 @@ class HostValues:
         return Mixture(
             f"values that Python or numpy computed of samples{self._line}", is_sure=False
         )
+
+
+def _is_own_function() -> bool:
+    """Return whether an autograd function of the script runs, of which only sizes are followed."""
+    frame = inspect.currentframe()
+    while frame and frame.f_code is not _APPLY:
+        frame = frame.f_back
+    return frame is not None

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
-from typing import Any, NamedTuple
+from typing import Any, Literal, NamedTuple
 
 from torch import Tensor
 
@@ -44,15 +44,18 @@ class Mixture(NamedTuple):
         name: Of what it is, with its line.
         hint: What to do, if that is special.
         of_parts: Whether only micro-batches mix them, and not the batches of ranks.
-        is_place: Whether it made whole numbers that are right as an index.
+        place: Which whole numbers it made that are right as an index: counts or an order, or
+            positions in the batch, which are right beside each other as well.
         is_sure: Whether it is known that samples were mixed.
+        unless_counted: Whether it is right in a sum that a script returns with its count.
     """
 
     name: str
     hint: str = ""
     of_parts: bool = False
-    is_place: bool = False
+    place: Literal["", "count", "position"] = ""
     is_sure: bool = True
+    unless_counted: bool = False
 
 
 class Known(NamedTuple):

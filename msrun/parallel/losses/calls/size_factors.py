@@ -122,12 +122,12 @@ class SizeFactors:
             return None
         text = f"{_NAME}{call.line()}"
         if is_spaced:
-            return Mixture(text, is_place=call.name == "arange")
+            return Mixture(text, place="position" if call.name == "arange" else "")
         divisor = number if call.name in DIVIDING else 1 / number if number else 0.0
         count = divisor / self._samples
         is_mean = call.name in DIVIDING | MULTIPLYING and isinstance(call.args[0], Tensor)
         if not is_mean or round(count) < 1 or abs(count - round(count)) > _CLOSE * count:
-            return Mixture(text)
+            return Mixture(text, unless_counted=not call.result.dim())
         mark = next((mark for x in call.args if (mark := call.mark(x))), Mark(None))
         return Mark(mark.dim, mark.statistic or text) if call.result.dim() else None
 

@@ -5,7 +5,7 @@ depend on other samples is noted at the tensors instead, and goes on to all that
 them.
 
 As an index most of them are right: how many tokens an expert gets, and the order that sorts them by
-experts, say only where a token goes.  The mixture of such numbers is a place (`Mixture.is_place`),
+experts, say only where a token goes.  Their mixture is one of places (`Mixture.place`),
 and an index does not hand it on.  An index of the best samples is none: what it reads are samples
 that others look at, and what it writes is a mask of samples that were chosen.
 """
@@ -34,6 +34,7 @@ _INDEX_AT: Mapping[str, tuple[tuple[int, ...], tuple[str, ...]]] = {
     **dict.fromkeys(["gather", "index_select", "index_add", "index_copy"], ((2,), ("index",))),
     **dict.fromkeys(["index_fill", "index_reduce", "scatter"], ((2,), ("index",))),
     **dict.fromkeys(["scatter_add", "scatter_reduce"], ((2,), ("index",))),
+    **dict.fromkeys(["cross_entropy", "nll_loss"], ((1,), ("target",))),
     "embedding": ((0,), ("input",)),
     "embedding_bag": ((0, 2), ("input", "offsets")),
     "grouped_mm": ((2,), ("offs",)),
@@ -61,15 +62,19 @@ def handed_on(
     found = [(x, mixture) for x in given if (mixture := mixture_of(x))]
     found += [(x, mixture) for x in _indices(name, args, kwargs) if (mixture := mixture_of(x))]
     places = {id(x) for x in _indices(name, args, kwargs)} if found else ()
-    left = (each for x, each in found if not (each.is_place and id(x) in places))
+    left = (each for x, each in found if not (each.place and id(x) in places))
     mixture = next(left, None)
-    return mixture and mixture._replace(is_place=mixture.is_place or name in _FINDING)
+    if mixture and name in _FINDING and not mixture.place:
+        return mixture._replace(place="count")
+    return mixture
 
 
-def of_result(mixture: Mixture, result: Tensor) -> Mixture:
+def of_result(mixture: Mixture, result: Tensor) -> Mixture | None:
     """Return a mixture that was handed on to `result`: flags and real numbers are no places."""
+    if result.dtype == torch.bool and mixture.place == "position":
+        return None  # such as those of the diagonal
     is_whole = not (takes_gradients(result) or result.dtype == torch.bool)
-    return mixture._replace(is_place=mixture.is_place and is_whole)
+    return mixture if is_whole else mixture._replace(place="")
 
 
 def _indices(name: str, args: Sequence[Any], kwargs: Mapping[str, Any]) -> list[Tensor]:
@@ -119,7 +124,7 @@ def _best(call: TorchCall) -> Outcome:
 
 
 def _place(call: TorchCall) -> Outcome:
-    return call.mixture(call.name)._replace(is_place=True)
+    return call.mixture(call.name)._replace(place="count")
 
 
 _RULES: Mapping[str, Callable[[TorchCall], Outcome]] = {

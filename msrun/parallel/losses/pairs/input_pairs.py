@@ -23,6 +23,7 @@ from dataclasses import replace
 import torch
 from torch import Tensor
 
+from msrun.parallel.local import takes_gradients
 from msrun.parallel.losses.calls.marks import Mark, Mixture, Outcome, Rule, TorchCall
 from msrun.parallel.losses.calls.orders import with_order
 from msrun.parallel.losses.sample_dims import is_elementwise, result_of
@@ -34,6 +35,7 @@ CUT_HINT = (
     "the model; a loss of pairs of samples needs the whole batch, without micro-batches"
 )
 _MATRIX = 2  # dims
+_OWN = "pairs of samples"
 # Functions of two tensors that broadcast, and leave out a dim.
 _COMPARING = frozenset(["cosine_similarity", "pairwise_distance"])
 # Of each element, as those that `sample_dims` knows; their result has no statistic.
@@ -106,10 +108,11 @@ def failure_of(call: TorchCall, parts: int) -> str:
 
 
 def _outcome(call: TorchCall, rule: Rule) -> Outcome:
-    if not any(mark.inputs for mark in call.marks.values()):
-        return rule(call)
     if any(mark.across is not None for mark in call.marks.values()):
         return _of_pairs(call, rule)
+    if not any(mark.inputs for mark in call.marks.values()):
+        outcome = rule(call)
+        return _paired(call) if outcome is None else outcome
     if chosen := _chosen_rows(call):
         return chosen
     if call.samples == 1 and call.name in _VIEWS:
@@ -138,7 +141,7 @@ def _inputs(*marks: Mark) -> tuple[str, ...]:
 
 
 def _mixture(name: str) -> Mixture:
-    return Mixture(name, hint=CUT_HINT)
+    return Mixture(name, hint="" if name.startswith(_OWN) else CUT_HINT)
 
 
 def _shown(first: tuple[str, ...], second: tuple[str, ...], call: TorchCall) -> str:
@@ -151,9 +154,11 @@ def _place(call: TorchCall) -> str:
 
 
 def _paired(call: TorchCall) -> Outcome:
-    """Return that rows of different inputs are in two dims of the result, if they are."""
+    """Return that rows of inputs, or samples, are in two dims of the result, if they are."""
     places: dict[int, tuple[str, ...]] = {}
     for mark, at in _places(call):
+        if mark.is_guess or mark.dim is None:
+            return None
         names = places.get(at, ())
         places[at] = tuple(dict.fromkeys([*names, *mark.inputs]))
     if len(places) != 2:  # noqa: PLR2004 - a pair
@@ -161,7 +166,12 @@ def _paired(call: TorchCall) -> Outcome:
     dim, across = places
     first, second = places[dim], places[across]
     if not (first and second) or set(first) & set(second):
-        return None
+        is_of_samples = call.samples > 1 and takes_gradients(call.result)
+        return (
+            Mark(dim, inputs=first, across=across, pairs=_OWN + call.line())
+            if is_of_samples
+            else None
+        )
     if call.name in _ATTENDING:
         return _mixture(_shown(first, second, call))
     return Mark(dim, inputs=first, across=across, pairs=_shown(first, second, call))
