@@ -28,6 +28,7 @@ from torch.optim.swa_utils import AveragedModel
 from torch.overrides import TorchFunctionMode
 from torch.utils.checkpoint import checkpoint
 
+from msrun.errors import ConfigError
 from msrun.parallel import torch_compat
 from msrun.parallel.torch_compat import (
     GENERATED,
@@ -359,6 +360,13 @@ def test_groups_and_joined_axes_keep_the_order_of_a_mesh():
     assert [of_rank[:3] for of_rank in found] == expected
     # The sum is one collective for both axes.
     assert {of_rank[3]["all_reduce"] for of_rank in found} == {1}
+
+
+def test_a_torch_that_sorts_the_ranks_of_groups_is_refused(monkeypatch):
+    monkeypatch.setattr(dist, "new_group", lambda ranks=None, group_desc=None: (ranks, group_desc))
+
+    with pytest.raises(ConfigError, match="makes groups of sorted ranks alone"):
+        ordered_group([[1, 0]], "x")
 
 
 def _specs():
