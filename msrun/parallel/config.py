@@ -163,6 +163,8 @@ class ParallelConfig(ConfigSection, frozen=True, kw_only=True):
         mesh: Axis name -> size, the slowest-varying first.  One size may be -1: the ranks that are
             left.  The default has all ranks on `dp`.  `auto`, with mode auto, has the search choose
             the mesh.
+        rank_list: The rank at each position of the mesh, in row-major order over its axes; an empty
+            list is 0, 1 and so on, unless a `layout` of `plan` lists all ranks in another order.
         mode: Check of what the configuration may use.  `stand_alone` allows one rank, `data` only
             the axis `dp`, `semi_auto` everything; `manual` leaves axes beside `dp` to the script;
             `auto` searches the plan.  None allows what `semi_auto` does.
@@ -212,6 +214,7 @@ class ParallelConfig(ConfigSection, frozen=True, kw_only=True):
     mesh: dict[str, int] | Literal["auto"] = msgspec.field(
         default_factory=lambda: {DATA_AXIS: REST}
     )
+    rank_list: list[int] = []
     mode: Literal["stand_alone", "data", "semi_auto", "auto", "manual"] | None = None
     search: Search | None = None
     memory: int | str | None = None
@@ -385,6 +388,8 @@ class ParallelConfig(ConfigSection, frozen=True, kw_only=True):
 
     def _check_mesh(self) -> None:
         """Check the names of axes, or with `mesh: auto` refuse keys that the search decides."""
+        if self.rank_list and self.mode == "auto":
+            raise ValueError("rank_list: mode auto plans ranks in their own order (leave it out)")
         if self.mesh != "auto":
             for name in self.mesh:
                 if not _KEY.fullmatch(name):

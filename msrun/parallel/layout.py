@@ -26,6 +26,7 @@ import msgspec
 from msrun.errors import ConfigError
 from msrun.parallel.config import DATA_AXIS, PIPELINE_AXIS, REST, ROOT, TENSOR_AXIS, ParallelConfig
 from msrun.parallel.notation.mesh_layout import EXPERT_AXIS, MeshLayout
+from msrun.parallel.notation.rank_order import with_ranks
 from msrun.parallel.notation.rules import RuleAxes, batch_free, check_notation
 from msrun.parallel.settings.grids import GRID_AXES
 from msrun.parallel.settings.images import image_axes, without_parts
@@ -58,7 +59,7 @@ def resolve(config: ParallelConfig, world_size: int) -> MeshLayout:
     """
     if config.mesh == "auto":
         raise ConfigError(f"{ROOT}.mesh: auto is chosen by rt.shard: call it first")
-    layout = _with_experts(config, _fill(config.mesh, world_size))
+    layout = with_ranks(_with_experts(config, _fill(config.mesh, world_size)), config)
     tokens = "" if context_rule(config) is None else CONTEXT_AXIS
     layout = msgspec.structs.replace(layout, images=image_axes(config.data), tokens=tokens)
     _check_plan_file(config)
@@ -106,7 +107,7 @@ def rule_axes(layout: MeshLayout) -> RuleAxes:
     """Return the axes that a rule in MindSpore's notation may mean."""
     plan = {name: layout.axes[name] for name in plan_axes(layout)}
     batch = {name: n for name, n in layout.axes.items() if name != PIPELINE_AXIS}
-    return RuleAxes(plan, batch)
+    return RuleAxes(plan, batch, layout)
 
 
 def root_axes(config: ParallelConfig, layout: MeshLayout) -> dict[str, int]:

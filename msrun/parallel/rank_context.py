@@ -11,7 +11,7 @@ to make a dataclass.
 from __future__ import annotations
 
 import weakref
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Iterable, Sequence
 
 import msgspec
 import torch
@@ -20,6 +20,7 @@ from torch import Tensor
 from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
 
 from msrun.errors import ConfigError, ModelError
+from msrun.parallel import torch_compat
 from msrun.parallel.config import ParallelConfig
 from msrun.parallel.layout import resolve, root_axes, tokens_as_data
 from msrun.parallel.notation.mesh_layout import EXPERT_AXIS, MeshLayout
@@ -154,12 +155,12 @@ class Rank(msgspec.Struct, frozen=True, kw_only=True, eq=False):
             ConfigError: The mesh does not fit the number of ranks.
         """
         configured = resolve(config, self.world_size)
-        mesh = _device_mesh(self.device, configured.axes)
+        mesh = self._mesh(configured)
         layout = tokens_as_data(configured)
         sequence, images = None, None
         if layout is not configured and configured.images:
             images = ImageRanks(layout=configured, mesh=mesh)
-            mesh = _device_mesh(self.device, layout.axes)
+            mesh = self._mesh(layout)
         elif layout is not configured:
             sequence = SequenceRanks(
                 layout=configured,
@@ -167,8 +168,9 @@ class Rank(msgspec.Struct, frozen=True, kw_only=True, eq=False):
                 group=mesh.get_group(CONTEXT_AXIS),
                 index=configured.coordinate(self.rank)[CONTEXT_AXIS],
             )
-            mesh = _device_mesh(self.device, layout.axes)
+            mesh = self._mesh(layout)
         axes = root_axes(config, layout)
+        root = msgspec.structs.replace(layout, axes=axes, ep=0)
         # Exact dropout and searched plans compute with one random stream on all ranks, unless the
         # runtime is to run the plan.
         is_common = config.dropout == "exact" or (config.mode == "auto" and not config.decided)
@@ -179,11 +181,23 @@ class Rank(msgspec.Struct, frozen=True, kw_only=True, eq=False):
             batch=self.batch,
             layout=layout,
             mesh=mesh,
-            root_mesh=mesh if axes == layout.axes else _device_mesh(self.device, axes),
+            root_mesh=mesh if axes == layout.axes else self._mesh(root),
             stream=0 if is_common else (configured if images else layout).stream(self.rank),
             sequence=sequence,
             images=images,
         )
+
+    def _mesh(self, layout: MeshLayout) -> DeviceMesh:
+        """Return `layout` with process groups; all ranks call it together."""
+        names, sizes = tuple(layout.axes), tuple(layout.axes.values())
+        if not layout.ranks:
+            return init_device_mesh(self.device.type, sizes, mesh_dim_names=names)
+        groups = [
+            torch_compat.ordered_group([*layout.groups(name)], f"mesh_{name}") for name in names
+        ]
+        ranks = torch.tensor(layout.ranks).view(sizes)
+        own = groups if len(groups) > 1 else groups[0]
+        return DeviceMesh.from_group(own, self.device.type, ranks, mesh_dim_names=names)
 
     def print(self, text: str) -> None:
         """Print on rank 0 alone."""
@@ -306,7 +320,3 @@ def placed(rank: Rank, config: ParallelConfig) -> RankContext:
         resolve(config, rank.world_size)  # raises the ConfigError of `mesh: auto`
         raise TypeError("a rank whose mesh is known was never placed on it")
     return rank
-
-
-def _device_mesh(device: torch.device, axes: Mapping[str, int]) -> DeviceMesh:
-    return init_device_mesh(device.type, tuple(axes.values()), mesh_dim_names=tuple(axes))

@@ -7,6 +7,7 @@ tests of this one file show what broke.
 
 from __future__ import annotations
 
+import inspect
 import io
 import json
 import logging
@@ -24,6 +25,8 @@ from torch import Tensor, UntypedStorage, nn
 from torch.autograd.variable import Variable
 from torch.utils import checkpoint
 from torch.utils.hooks import RemovableHandle
+
+from msrun.errors import ConfigError
 
 if TYPE_CHECKING:
     from torch.distributed.device_mesh import DeviceMesh
@@ -72,19 +75,68 @@ def parts_before(placement: Placement) -> int | None:
     return int(getattr(placement, "split_factor", 1))  # of a strided shard alone
 
 
+def ordered_group(groups: Sequence[Sequence[int]], name: str) -> dist.ProcessGroup:
+    """Return this rank's of `groups`, in which ranks have the order of the list; all ranks call it.
+
+    torch sorts the ranks of the groups that it makes for a mesh.  A rank's index in its group would
+    then differ from that on the mesh, and a gather would join shards in the order of the group.
+
+    Args:
+        groups: Ranks of each group.
+        name: Of all of them, in torch's records of collectives.
+
+    Raises:
+        ConfigError: This torch can only sort them.
+    """
+    if "sort_ranks" not in inspect.signature(dist.new_group).parameters:
+        raise ConfigError(
+            f"parallel.rank_list: torch {torch.__version__} makes groups of sorted ranks alone "
+            "(choose torch 2.13)"
+        )
+    for ranks in groups:
+        group: Any = dist.new_group([*ranks], group_desc=name, sort_ranks=False)
+        if dist.get_rank() in ranks:
+            own: dist.ProcessGroup = group
+    return own
+
+
 def join_axes(mesh: DeviceMesh) -> None:
     """Have DTensor send data for all axes of `mesh` in one collective, not in one for each axis.
 
     It makes a process group: all ranks call it, in one order.
     """
-    with outside_of_tracing():  # meshes have values
-        mesh._flatten("+".join(mesh.mesh_dim_names or ()))  # noqa: SLF001 - there is no public form
+    joined(mesh, "+".join(mesh.mesh_dim_names or ()))
 
 
 def joined(mesh: DeviceMesh, name: str) -> DeviceMesh:
     """Return the axes of `mesh` as one axis `name`; all ranks call it, in one order."""
-    with outside_of_tracing():
+    with outside_of_tracing():  # meshes have values
+        # Of all ranks.  An older torch, whose meshes have no such list, sorts them.
+        ranks = getattr(mesh, "_rank_map", torch.empty(0)).tolist()
+        if ranks != sorted(ranks):
+            _join_in_order(mesh, name)
         return mesh._flatten(name)  # noqa: SLF001 - there is no public form
+
+
+def _join_in_order(mesh: Any, name: str) -> None:
+    """Have `_flatten` find the axes of `mesh` as one axis `name`, with ranks in their order."""
+    root = mesh._get_root_mesh()  # noqa: SLF001
+    if name in root._flatten_mapping:  # noqa: SLF001
+        return
+    layout = type(mesh._layout)([mesh._layout.collapse()])  # noqa: SLF001
+    groups = layout.remap_to_tensor(root._rank_map).tolist()  # noqa: SLF001
+    group = ordered_group(groups, f"mesh_{name}")
+    made = type(root)(
+        root.device_type,
+        mesh_dim_names=(name,),
+        _layout=layout,
+        _rank_map=root._rank_map,  # noqa: SLF001
+        _root_mesh=root,
+        _init_backend=False,
+    )
+    made._dim_group_names = [group.group_name]  # noqa: SLF001
+    root._pg_registry[group.group_name] = group  # noqa: SLF001
+    root._flatten_mapping[name] = made  # noqa: SLF001
 
 
 def move_shards_by_all_to_all() -> None:

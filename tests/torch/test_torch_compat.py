@@ -20,7 +20,7 @@ import torch
 import torch.distributed as dist
 from ranks import Counted, batches, build, run_ranks, run_warm
 from torch import nn
-from torch.distributed.device_mesh import init_device_mesh
+from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
 from torch.distributed.fsdp import FSDPModule, fully_shard
 from torch.distributed.tensor import DTensor, Partial, Replicate, Shard, distribute_tensor
 from torch.nn import functional
@@ -28,6 +28,7 @@ from torch.optim.swa_utils import AveragedModel
 from torch.overrides import TorchFunctionMode
 from torch.utils.checkpoint import checkpoint
 
+from msrun.errors import ConfigError
 from msrun.parallel import torch_compat
 from msrun.parallel.torch_compat import (
     GENERATED,
@@ -86,6 +87,7 @@ from msrun.parallel.torch_compat import (
     notes_of_forward,
     of_subclass,
     open_inputs,
+    ordered_group,
     parameters_replaced,
     parts_before,
     parts_with_parameters,
@@ -325,6 +327,46 @@ def _reduced_over_two_axes():
 
 def test_joined_axes_are_one_to_collectives():
     assert run_ranks(_reduced_over_two_axes, 4) == 4 * [({"all_reduce": 1}, [4.0, 4.0])]
+
+
+def _gathered_in_order():
+    """Return ranks as each axis of a mesh and both together gather them, and a sharded tensor."""
+    groups = [ordered_group(ranks, "x") for ranks in ([[3, 2], [1, 0]], [[3, 1], [2, 0]])]
+    mesh = DeviceMesh.from_group(groups, "cpu", [[3, 1], [2, 0]], mesh_dim_names=("y", "x"))
+    one = joined(mesh, "all")
+    assert joined(mesh["y", "x"], "all") is one
+    found = []
+    for each in (mesh["y"], mesh["x"], one):
+        said = [None] * each.size()
+        dist.all_gather_object(said, dist.get_rank(), group=each.get_group())
+        assert said[each.get_local_rank()] == dist.get_rank()
+        found.append(said)
+    part = torch.tensor([float([3, 1, 2, 0].index(dist.get_rank()))])
+    placed = DTensor.from_local(part, mesh, (Shard(0), Shard(0)))
+    with Counted() as counted:
+        total = placed.redistribute(placements=(Replicate(), Replicate())).to_local()
+        sums = DTensor.from_local(part, mesh, (Partial(), Partial())).full_tensor()
+    return found, total.tolist(), sums.tolist(), dict(counted.calls)
+
+
+def test_groups_and_joined_axes_keep_the_order_of_a_mesh():
+    of_y, of_x = {3: [3, 2], 1: [1, 0]}, {3: [3, 1], 2: [2, 0]}
+    expected = [
+        ([of_y[y], of_x[x], [3, 1, 2, 0]], [0.0, 1.0, 2.0, 3.0], [6.0])
+        for y, x in ((1, 2), (1, 3), (3, 2), (3, 3))
+    ]
+    found = run_ranks(_gathered_in_order, 4)
+
+    assert [of_rank[:3] for of_rank in found] == expected
+    # The sum is one collective for both axes.
+    assert {of_rank[3]["all_reduce"] for of_rank in found} == {1}
+
+
+def test_a_torch_that_sorts_the_ranks_of_groups_is_refused(monkeypatch):
+    monkeypatch.setattr(dist, "new_group", lambda ranks=None, group_desc=None: (ranks, group_desc))
+
+    with pytest.raises(ConfigError, match="makes groups of sorted ranks alone"):
+        ordered_group([[1, 0]], "x")
 
 
 def _specs():

@@ -277,9 +277,7 @@ class Checkpoints:
                 if isinstance(value, Stateful):
                     user_state.restore_extra(value, manifest.extra[name])
             if optimizers:
-                generators.restore_saved(
-                    manifest.mesh, index, files, self._context, self._step_rngs
-                )
+                generators.restore_saved(manifest, index, files, self._context, self._step_rngs)
         return Restored(path=folder, step=manifest.step, extra=manifest.extra)
 
     def _read(self, folder: Path, files: DataFiles, index: schema.Index, targets: Targets) -> None:
@@ -421,6 +419,7 @@ class Checkpoints:
             step=moment.step,
             world_size=self._context.world_size,
             mesh=self._context.layout.axes,
+            ranks=[*self._context.layout.ranks],
             msrun=__version__,
             torch=str(torch.__version__),
             files={},

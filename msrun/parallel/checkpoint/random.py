@@ -1,9 +1,10 @@
 """States of random generators as tensors, and back.
 
-If a job has the layout of the saved one, each rank continues its own generators exactly.  In
-another layout the saved ranks have no counterparts.  Ranks of stream 0 then continue the generators
-of rank 0.  So do other ranks for a generator that was equal on all saved ranks; for one that was
-not, they derive a stream of their own from the state of rank 0 and the number of their stream.
+If a job has the mesh of the saved one, each rank continues exactly the generators of the rank that
+had its position.  On another mesh the saved ranks have no counterparts.  Ranks of stream 0 then
+continue the generators of the first.  So do other ranks for a generator that was equal on all saved
+ranks; for one that was not, they derive a stream of their own from the state of the first and the
+number of their stream.
 """
 
 from __future__ import annotations
@@ -18,7 +19,7 @@ from torch import Tensor
 
 from msrun.parallel.auto.random_steps.step_rng import StepRng
 from msrun.parallel.checkpoint.checksums import DataFiles
-from msrun.parallel.checkpoint.schema import Index
+from msrun.parallel.checkpoint.schema import Index, Manifest
 from msrun.parallel.checkpoint.tensors import read_tensor
 from msrun.parallel.exchange.generators import (
     numpy_state,
@@ -67,11 +68,11 @@ def continue_streams(
     """
     layout, rank = here
     if list(saved.axes.items()) == list(layout.axes.items()):
-        restore(states_of(rank), device)
+        restore(states_of(saved.rank_at(layout.position(rank))), device)
         return
     # One rank of another stream is enough to tell whether a generator was common to all: Python's
     # and numpy's usually were, torch's was not.
-    first = states_of(0)
+    first = states_of(saved.rank_at(0))
     other = next((rank for rank in range(saved.world_size) if saved.stream(rank)), None)
     second = {} if other is None else states_of(other)
     common = {
@@ -84,7 +85,7 @@ def continue_streams(
 
 
 def restore_saved(
-    mesh: dict[str, int],
+    manifest: Manifest,
     index: Index,
     files: DataFiles,
     context: RankContext,
@@ -93,8 +94,8 @@ def restore_saved(
     """Set the generators of this rank, and those of models, to continue those of a checkpoint.
 
     Args:
-        mesh: Axes of the saved job.
-        index: Index of the checkpoint.
+        manifest: Of a checkpoint.
+        index: Its index.
         files: Its data files.
         context: This rank.
         step_rngs: Generators of each model.
@@ -109,7 +110,8 @@ def restore_saved(
         }
 
     here = (context.layout, context.rank)
-    continue_streams(states, MeshLayout(mesh), here, context.device, context.stream)
+    saved = MeshLayout(manifest.mesh, ranks=tuple(manifest.ranks))
+    continue_streams(states, saved, here, context.device, context.stream)
     common = states(0)
     for number, model in enumerate(step_rngs):
         for step_rng in model:

@@ -110,6 +110,7 @@ class Manifest(msgspec.Struct, frozen=True, kw_only=True):
         step: Number of steps that were done.
         world_size: Ranks of the job that wrote it.
         mesh: Axis name -> size, in mesh order.
+        ranks: The rank at each position of the mesh; empty for 0, 1 and so on.
         msrun: Version of msrun that wrote it.
         torch: Version of torch that wrote it.
         files: Name of every other file -> its size in bytes.
@@ -125,6 +126,7 @@ class Manifest(msgspec.Struct, frozen=True, kw_only=True):
     msrun: str
     torch: str
     files: dict[str, int]
+    ranks: list[int] = []
     checksums: dict[str, str] = {}
     loader: dict[str, Any] | None = None
     extra: dict[str, Any] = {}

@@ -10,6 +10,10 @@ of a row and an expert is sent as a row of its own:
 3. The experts of the rank compute.  `sent_back` brings the results back the same way.
 4. `summed` adds up the `k` results of each row.
 
+Where the rows are many bytes, each rank's experts are two pieces with exchanges of their own: the
+rows of the second travel while the first computes, and the results of the first while the second
+does.  So do their gradients (`travel`).  Each expert is in one piece, so its weights are read once.
+
 The gradient of an exchange is the exchange the other way round, so it has as many bytes.  The
 gradients of `taken` and `summed` are each other: each row is written once, so sums have one order
 and results are the same in every run, which they are not with `index_add_` on accelerators.
@@ -20,6 +24,7 @@ no row still takes part: its tensors have 0 rows.
 
 from __future__ import annotations
 
+from collections.abc import Callable, Sequence
 from typing import Any, NamedTuple
 
 import torch
@@ -27,33 +32,54 @@ import torch.distributed as dist
 from torch import Tensor
 from torch.autograd import Function
 
+from msrun.parallel.experts.travel import travelling
 from msrun.parallel.torch_compat import functional_collective
 
-# Ranks, the rows that go to each, and the rows that come from each.
-_Peers = tuple[dist.ProcessGroup, list[int], list[int]]
+# From these bytes of a rank's rows on, an exchange between nodes takes longer than to begin the
+# work of the experts a second time.
+PIECES_FROM = 8 * 2**20
+
+
+class ExpertPiece(NamedTuple):
+    """Where the rows for some experts of each rank go.
+
+    Args:
+        size: Number of these experts on this rank, which follow those of the piece before.
+        sent: Pairs that go to each rank.
+        received: Pairs that come from each rank.
+        experts: Expert of each received pair, counted from the first of this piece.
+    """
+
+    size: int
+    sent: list[int]
+    received: list[int]
+    experts: Tensor
 
 
 class Route(NamedTuple):
     """Where the rows of one call of experts go.
 
     Args:
-        order: Of the pairs of a row and an expert, sorted by expert.
+        order: Of the pairs of a row and an expert, sorted by piece and expert.
         choices: Experts of each row.
         rows: Rows of the call.
-        sent: Pairs that go to each rank.
-        received: Pairs that come from each rank.
-        experts: Expert of each received pair, counted from the first of this rank.
+        pieces: One after the other.
     """
 
     order: Tensor
     choices: int
     rows: int
-    sent: list[int]
-    received: list[int]
-    experts: Tensor
+    pieces: list[ExpertPiece]
+
+    def split(self, pairs: Tensor) -> tuple[Tensor, ...]:
+        """Return the part of each piece of what has a row for each pair that is sent."""
+        if len(self.pieces) == 1:
+            return (pairs,)
+        parts: tuple[Tensor, ...] = pairs.split([sum(piece.sent) for piece in self.pieces])
+        return parts
 
 
-def route(index: Tensor, experts: int, group: dist.ProcessGroup) -> Route:
+def route(index: Tensor, experts: int, group: dist.ProcessGroup, row: int) -> Route:
     """Return the way of each pair, after telling the other ranks of it.
 
     Args:
@@ -61,6 +87,7 @@ def route(index: Tensor, experts: int, group: dist.ProcessGroup) -> Route:
             than there are, are dropped: routers with a capacity mark them so.
         experts: Experts of all ranks.
         group: Ranks that share them.
+        row: Bytes of a row.
     """
     ranks = group.size()
     own = experts // ranks
@@ -69,20 +96,48 @@ def route(index: Tensor, experts: int, group: dist.ProcessGroup) -> Route:
     counts = flat.new_zeros(experts + 1, dtype=torch.long).scatter_add_(
         0, flat.long(), torch.ones_like(flat, dtype=torch.long)
     )[:experts]
-    rows = [own] * ranks
-    arriving = functional_collective("all_to_all_single", counts, rows, rows, group=group)
-    order = flat.argsort(stable=True)
-    sizes = torch.stack([counts.view(ranks, own).sum(1), arriving.view(ranks, own).sum(1)])
-    sent, received = sizes.tolist()
-    of_pairs = torch.arange(own, device=flat.device).repeat(ranks)
+    # All ranks have to agree on the pieces, so each also learns of how many bytes the others send.
+    nbytes = counts.new_full((ranks, 1), len(flat) * row)
+    told = torch.cat([counts.view(ranks, own), nbytes], 1)
+    lengths = [own + 1] * ranks
+    heard = functional_collective("all_to_all_single", told.view(-1), lengths, lengths, group=group)
+    arriving = heard.view(ranks, own + 1)
+    first = own - own // 2
+    sums = [told[:, :first], told[:, first:own], arriving[:, :first], arriving[:, first:own]]
+    *numbers, most = torch.stack([*(x.sum(1) for x in sums), arriving[:, own]]).tolist()
+    if max(most) < PIECES_FROM or own == 1:
+        sizes, numbers = [own], [_added(*numbers[:2]), _added(*numbers[2:])]
+        order = flat.argsort(stable=True)
+    else:
+        sizes, numbers = [first, own - first], [numbers[0], numbers[2], numbers[1], numbers[3]]
+        order = _by_piece(flat, (ranks, own), first).argsort(stable=True)
+    pieces, begin = [], 0
+    for size, sent_, received in zip(sizes, numbers[::2], numbers[1::2], strict=True):
+        of_pairs = torch.arange(size, device=flat.device).repeat(ranks)
+        columns = arriving[:, begin : begin + size].reshape(-1)
+        numbered = of_pairs.repeat_interleave(columns, output_size=sum(received))
+        pieces.append(ExpertPiece(size, sent_, received, numbered))
+        begin += size
     return Route(
-        order=order[: sum(sent)],
+        order=order[: sum(sum(piece.sent) for piece in pieces)],
         choices=index.size(1),
         rows=index.size(0),
-        sent=sent,
-        received=received,
-        experts=of_pairs.repeat_interleave(arriving, output_size=sum(received)),
+        pieces=pieces,
     )
+
+
+def _added(a: Sequence[int], b: Sequence[int]) -> list[int]:
+    return [x + y for x, y in zip(a, b, strict=True)]
+
+
+def _by_piece(flat: Tensor, shape: tuple[int, int], first: int) -> Tensor:
+    """Return the place of each pair's expert, where the first experts of all ranks come first."""
+    ranks, own = shape
+    numbers = torch.arange(ranks * own, device=flat.device).view(shape)
+    order = torch.cat([numbers[:, :first].reshape(-1), numbers[:, first:].reshape(-1)])
+    places = torch.full((ranks * own + 1,), ranks * own, device=flat.device)  # of dropped pairs
+    places[order] = numbers.view(-1)
+    return places[flat.long()]
 
 
 def taken(x: Tensor, way: Route) -> Tensor:
@@ -91,42 +146,41 @@ def taken(x: Tensor, way: Route) -> Tensor:
     return found
 
 
-def summed(x: Tensor, way: Route) -> Tensor:
-    """Return the sum of the pairs of each row, given in the order in which they were sent."""
-    found: Tensor = _apply(_Summed, x, way.order, way.rows, way.choices)
+def summed(parts: Sequence[Tensor], way: Route) -> Tensor:
+    """Return the sum of the pairs of each row, given for each piece as they were sent."""
+    found: Tensor = _apply(_Summed, way.order, way.rows, way.choices, *parts)
     return found
 
 
 def sent(
-    x: Tensor, weights: Tensor, way: Route, group: dist.ProcessGroup, share: float
-) -> tuple[Tensor, Tensor]:
-    """Return the rows and weights of pairs that other ranks send.
+    x: Tensor, weights: Tensor, piece: ExpertPiece, group: dist.ProcessGroup, share: float
+) -> Callable[[], tuple[Tensor, ...]]:
+    """Begin to send, and return what waits for the rows and weights that other ranks send.
 
     Args:
         x: Row of each pair that this rank sends.
         weights: Weight of each.
-        way: Of the pairs.
+        piece: Of the pairs.
         group: Ranks that share the experts.
         share: Factor that gradients have got by `sent_back`, which they lose here.
     """
-    peers = group, way.sent, way.received
-    if weights.element_size() % x.element_size():
-        return _apply(_Sent, peers, 1 / share, x), _apply(_Sent, peers, 1 / share, weights)
-    arrived, factors = _apply(_SentTogether, peers, 1 / share, x, weights)
-    return arrived, factors
+    peers = group, piece.sent, piece.received
+    is_packed = weights.element_size() % x.element_size() == 0
+    return travelling(peers, 1 / share, x, weights, is_packed=is_packed)
 
 
-def sent_back(x: Tensor, way: Route, group: dist.ProcessGroup, share: float) -> Tensor:
-    """Return the rows of the pairs that this rank has sent, after other ranks computed them.
+def sent_back(
+    x: Tensor, piece: ExpertPiece, group: dist.ProcessGroup, share: float
+) -> Callable[[], tuple[Tensor, ...]]:
+    """Begin to send back, and return what waits for the rows of the pairs that this rank has sent.
 
     Args:
         x: Results.
-        way: Of the pairs.
+        piece: Of the pairs.
         group: Ranks that share the experts.
         share: Factor of the gradients that the experts get.  There are fewer rows than weights.
     """
-    found: Tensor = _apply(_Sent, (group, way.received, way.sent), share, x)
-    return found
+    return travelling((group, piece.received, piece.sent), share, x)
 
 
 class _Taken(Function):
@@ -139,61 +193,28 @@ class _Taken(Function):
     @staticmethod
     def backward(ctx: Any, gradient: Tensor) -> tuple[Tensor | None, ...]:
         (order,) = ctx.saved_tensors
-        return _apply(_Summed, gradient, order, *ctx.sizes), None, None, None
+        return _apply(_Summed, order, *ctx.sizes, gradient), None, None, None
 
 
 class _Summed(Function):
     @staticmethod
-    def forward(ctx: Any, x: Tensor, order: Tensor, rows: int, choices: int) -> Tensor:
+    def forward(ctx: Any, order: Tensor, rows: int, choices: int, *parts: Tensor) -> Tensor:
         # A recomputation ends with the last tensor that it has to save.  This one comes after the
         # exchange, so no rank ends before, such as one whose experts got no row.
         ctx.save_for_backward(order)
-        ctx.sizes = rows, choices
+        ctx.sizes, ctx.lengths = (rows, choices), [len(part) for part in parts]
+        x = parts[0]
         room = x.new_empty if len(order) == rows * choices else x.new_zeros
-        pairs = room(rows * choices, *x.shape[1:]).index_copy_(0, order, x)
+        pairs = room(rows * choices, *x.shape[1:])
+        for places, part in zip(order.split(ctx.lengths), parts, strict=True):
+            pairs.index_copy_(0, places, part)
         return pairs.view(rows, choices, *x.shape[1:]).sum(1) if choices > 1 else pairs
 
     @staticmethod
     def backward(ctx: Any, gradient: Tensor) -> tuple[Tensor | None, ...]:
         (order,) = ctx.saved_tensors
-        return _apply(_Taken, gradient, order, *ctx.sizes), None, None, None
-
-
-class _Sent(Function):
-    @staticmethod
-    def forward(ctx: Any, peers: _Peers, factor: float, x: Tensor) -> Tensor:
-        group, away, here = peers
-        ctx.back, ctx.factor = (group, here, away), factor
-        return functional_collective("all_to_all_single", x.contiguous(), here, away, group=group)
-
-    @staticmethod
-    def backward(ctx: Any, gradient: Tensor) -> tuple[Tensor | None, ...]:
-        return None, None, _times(_apply(_Sent, ctx.back, 1.0, gradient), ctx.factor)
-
-
-class _SentTogether(Function):
-    """As `_Sent` for rows with a number each, whose bits are further columns of the rows."""
-
-    @staticmethod
-    def forward(
-        ctx: Any, peers: _Peers, factor: float, x: Tensor, weights: Tensor
-    ) -> tuple[Tensor, Tensor]:
-        group, away, here = peers
-        ctx.back, ctx.factor = (group, here, away), factor
-        packed = torch.cat([x, weights.unsqueeze(1).view(x.dtype)], 1)
-        arrived = functional_collective("all_to_all_single", packed, here, away, group=group)
-        width = x.size(1)
-        rows, bits = arrived[:, :width].contiguous(), arrived[:, width:].contiguous()
-        return rows, bits.view(weights.dtype).squeeze(1)
-
-    @staticmethod
-    def backward(ctx: Any, gradient: Tensor, of_weights: Tensor) -> tuple[Tensor | None, ...]:
-        both = _apply(_SentTogether, ctx.back, 1.0, gradient, of_weights.contiguous())
-        return None, None, *(_times(part, ctx.factor) for part in both)
-
-
-def _times(x: Tensor, factor: float) -> Tensor:
-    return x if factor == 1 else x * factor
+        pairs = _apply(_Taken, gradient, order, *ctx.sizes)
+        return None, None, None, *pairs.split(ctx.lengths)
 
 
 def _apply(function: type[Function], *arguments: Any) -> Any:

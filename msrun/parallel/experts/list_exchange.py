@@ -23,8 +23,8 @@ from torch.autograd import Function
 
 from msrun.errors import ModelError
 from msrun.parallel.autocast.casts import as_factor
+from msrun.parallel.experts.travel import travelling
 from msrun.parallel.torch_compat import (
-    begin_collective,
     functional_collective,
     without_functions,
 )
@@ -133,7 +133,9 @@ def exchange(  # noqa: PLR0917 - each is of another kind
         for place, kind in enumerate(way.kinds)
     ]
     sent = map(_narrow, given)
-    arrived = _exchanged((group, way.sent, way.received), 1 / share, beside, *sent)
+    wait = travelling((group, way.sent, way.received), 1 / share, *sent)
+    beside()
+    arrived = wait()
     arrived = tuple(x.to(old.dtype) for x, old in zip(arrived, given, strict=True))
     output = _computed(arrived, way, experts)
     is_joined = torch.is_grad_enabled() and (
@@ -141,8 +143,7 @@ def exchange(  # noqa: PLR0917 - each is of another kind
     )
     if is_joined and not (output.requires_grad and len(output)):
         output = output + _nothing(arrived, output)
-    peers = group, way.received, way.sent
-    (back,) = _exchanged(peers, share, _nothing_beside, _narrow(output))
+    (back,) = travelling((group, way.received, way.sent), share, _narrow(output))()
     back = (back.clone() if settings.is_kept else back).to(output.dtype)
     if is_joined:
         back = _SavedAfter.apply(back)  # type: ignore[no-untyped-call]
@@ -260,84 +261,6 @@ def _nothing(arrived: Sequence[Tensor], output: Tensor) -> Tensor:
         joined = [x.reshape(-1)[:0].sum() for x in arrived if x.requires_grad]
         zero = sum(joined, torch.zeros((), device=output.device, requires_grad=True))
         return zero.to(output.dtype)
-
-
-# Ranks, the rows that go to each, and the rows that come from each.
-_Peers = tuple[dist.ProcessGroup, list[int], list[int]]
-
-
-def _exchanged(
-    peers: _Peers, factor: float, beside: Callable[[], None], *given: Tensor
-) -> tuple[Tensor, ...]:
-    """Exchange all tensors of calls at once, so that the gradients of all travel if one has any.
-
-    `beside` runs while they travel, and its backward pass while their gradients do: it stands
-    between the two nodes of autograd, of which the later one starts the way back and the earlier
-    one waits for it.
-    """
-    travel = _Travel(peers, factor)
-    begun = _Begin.apply(travel, *given)  # type: ignore[no-untyped-call]
-    beside()
-    found: tuple[Tensor, ...] = _Arrive.apply(travel, begun)  # type: ignore[no-untyped-call]
-    return found
-
-
-def _nothing_beside() -> None:
-    pass
-
-
-class _Travel:
-    """Tensors on their way, or their gradients on the way back."""
-
-    def __init__(self, peers: _Peers, factor: float) -> None:
-        self.peers, self.factor = peers, factor
-        self.arriving: list[Callable[[], Tensor]] = []
-        self.returning: list[Callable[[], Tensor]] = []
-
-
-class _Begin(Function):
-    @staticmethod
-    def forward(ctx: Any, travel: _Travel, *given: Tensor) -> Tensor:
-        ctx.travel = travel
-        travel.arriving = [_begin(x, travel.peers) for x in given]
-        ctx.is_float = [x.is_floating_point() for x in given]
-        return given[0].new_empty(0, dtype=torch.float32)
-
-    @staticmethod
-    def backward(ctx: Any, _: Tensor) -> tuple[Tensor | None, ...]:
-        travel = ctx.travel
-        came = iter([wait() for wait in travel.returning])
-        travel.returning = []
-        found = [next(came) if is_float else None for is_float in ctx.is_float]
-        if travel.factor != 1:
-            found = [x if x is None else x * travel.factor for x in found]
-        return None, *found
-
-
-class _Arrive(Function):
-    @staticmethod
-    def forward(ctx: Any, travel: _Travel, begun: Tensor) -> tuple[Tensor, ...]:
-        found = tuple(wait() for wait in travel.arriving)
-        travel.arriving = []
-        ctx.travel, ctx.begun = travel, begun.shape
-        ctx.mark_non_differentiable(*(x for x in found if not x.is_floating_point()))
-        return found
-
-    @staticmethod
-    def backward(ctx: Any, *gradients: Tensor) -> tuple[Tensor | None, ...]:
-        group, away, here = ctx.travel.peers
-        ctx.travel.returning = [
-            _begin(x, (group, here, away)) for x in gradients if x.is_floating_point()
-        ]
-        return None, gradients[0].new_zeros(ctx.begun, dtype=torch.float32)
-
-
-def _begin(x: Tensor, peers: _Peers) -> Callable[[], Tensor]:
-    group, away, here = peers
-    is_bool = x.dtype == torch.bool
-    whole = (x.to(torch.uint8) if is_bool else x).contiguous()
-    wait = begin_collective("all_to_all_single", whole, here, away, group=group)
-    return (lambda: wait().to(torch.bool)) if is_bool else wait
 
 
 class _SavedAfter(Function):

@@ -36,7 +36,7 @@ Invariants:
 from __future__ import annotations
 
 import contextlib
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterator, Mapping, Sequence
 from functools import partial
 from typing import Any
 
@@ -52,7 +52,7 @@ from msrun.parallel.autocast.casts import as_factor
 from msrun.parallel.config import DATA_AXIS, ParallelConfig
 from msrun.parallel.experts import listed
 from msrun.parallel.experts.arguments import TAKEN, Arguments
-from msrun.parallel.experts.dispatch import route, sent, sent_back, summed, taken
+from msrun.parallel.experts.dispatch import ExpertPiece, route, sent, sent_back, summed, taken
 from msrun.parallel.experts.probe import Probe
 from msrun.parallel.foreach.lists import support_lists
 from msrun.parallel.layout import EXPERT_COPIES
@@ -151,35 +151,54 @@ class _Routed:
         arguments = Arguments(self._name, args, kwargs)
         tokens, index, weights = arguments.routed
         group = self._mesh.get_group(EXPERT_AXIS)
-        way = route(index.reshape(len(index), -1), self._experts, group)
+        rows = as_factor(tokens)
+        nbytes = rows.size(1) * rows.element_size()
+        way = route(index.reshape(len(index), -1), self._experts, group, nbytes)
         pairs = weights.reshape(-1).index_select(0, way.order)
-        arrived, factors = sent(taken(as_factor(tokens), way), pairs, way, group, self._share)
-        # The forward meets the type that it has in one process.
-        arrived = arrived.to(tokens.dtype)
-        own = _own_weights(self._module)
-        number = len(next(iter(own.values())))
+        given = zip(way.split(taken(rows, way)), way.split(pairs), way.pieces, strict=True)
+        arriving = [sent(*each, group, self._share) for each in given]
+        own = _own_weights(self._module, [piece.size for piece in way.pieces])
+        returning = []
+        for wait, piece, part in zip(arriving, way.pieces, own, strict=True):
+            # The forward meets the type that it has in one process.
+            arrived, factors = wait()
+            output = self._compute(arguments, (arrived.to(tokens.dtype), factors), piece, part)
+            returning.append(sent_back(as_factor(output), piece, group, self._share))
+        return summed([back.to(tokens.dtype) for wait in returning for back in wait()], way)
+
+    def _compute(
+        self,
+        arguments: Arguments,
+        given: tuple[Tensor, Tensor],
+        piece: ExpertPiece,
+        own: dict[str, Tensor],
+    ) -> Tensor:
+        """Return what the experts of a piece make of the rows that are given with their weights."""
+        tokens, index, weights = arguments.routed
+        arrived, factors = given
         output = arrived
         with (
             torch_compat.parameters_replaced(self._module, own),
-            _own_number(self._module, self._experts, number),
+            _own_number(self._module, self._experts, piece.size),
         ):
             call = partial(arguments.call, self.__wrapped__)
             if not self._probe.is_done:
-                self._probe.run(call, tokens, index, weights, number)
+                self._probe.run(call, tokens, index, weights, piece.size)
             if len(arrived):
-                output = call(arrived, way.experts.to(index.dtype), factors).to(arrived.dtype)
-        if not (output.requires_grad and len(arrived)):
-            output = bound(output, own)
-        back = sent_back(as_factor(output), way, group, self._share)
-        return summed(back.to(tokens.dtype), way)
+                output = call(arrived, piece.experts.to(index.dtype), factors).to(arrived.dtype)
+        return output if output.requires_grad and len(arrived) else bound(output, own)
 
 
-def _own_weights(module: nn.Module) -> dict[str, Tensor]:
-    """Return the weights of this rank's experts."""
-    return {
+def _own_weights(module: nn.Module, sizes: Sequence[int]) -> list[dict[str, Tensor]]:
+    """Return the weights of this rank's experts, of `sizes` of them one after the other."""
+    own = {
         name: part_of(param) if is_sharded(param) else param
         for name, param in module.named_parameters(recurse=False)
     }
+    if len(sizes) == 1:
+        return [own]
+    parts = {name: weight.split([*sizes]) for name, weight in own.items()}
+    return [{name: part[at] for name, part in parts.items()} for at in range(len(sizes))]
 
 
 @contextlib.contextmanager

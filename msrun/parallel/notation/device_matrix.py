@@ -3,6 +3,7 @@
 A tensor layout lists the aliases of each dim, as ours lists axis names.  On a mesh an alias stands
 for mesh axes by the rule of strategies: one after the other, as many as make its size.  A
 `rank_list` says in which order: the axes of the mesh are taken in the order that gives this list.
+The ranks of the mesh may have any order themselves: see `notation.rank_order`.
 
 The last alias may be `interleaved_parallel`, an axis of no devices: the part of a rank is cut once
 more, and the module computes these pieces one after the other.
@@ -18,6 +19,7 @@ import msgspec
 
 from msrun.errors import ConfigError, UsageError
 from msrun.parallel.notation.dims import consecutive_axes, dim_of, shown_mesh, shown_ranks
+from msrun.parallel.notation.mesh_layout import MeshLayout
 from msrun.parallel.settings.plan_rules import Dims
 from msrun.units import quoted
 
@@ -35,7 +37,7 @@ class Layout(msgspec.Struct, frozen=True):
     Args:
         device_matrix: Size of each axis, the slowest-varying first.
         alias_name: Name of each axis; the last may be `interleaved_parallel`.
-        rank_list: Ranks in row-major order; None is 0, 1 and so on.
+        rank_list: Ranks in row-major order; None is the order of the mesh, usually 0, 1 and so on.
     """
 
     device_matrix: tuple[int, ...]
@@ -107,11 +109,12 @@ class TensorLayout(msgspec.Struct, frozen=True):
         dims = (dim for dim, entry in enumerate(self.entries) if INTERLEAVED in _aliases(entry))
         return next(dims, None)
 
-    def on_mesh(self, axes: Mapping[str, int]) -> Dims:
+    def on_mesh(self, axes: Mapping[str, int], mesh: MeshLayout | None = None) -> Dims:
         """Return the names of mesh axes instead of aliases.
 
         Args:
             axes: Mesh axis -> size, the slowest-varying first.
+            mesh: Has these axes, and the ranks that `rank_list` names; None has no others.
 
         Raises:
             ConfigError: The device matrix is neither that mesh nor that mesh with axes merged.
@@ -123,7 +126,8 @@ class TensorLayout(msgspec.Struct, frozen=True):
                 f"{where} has {self.layout.devices} devices, and {shown_ranks(axes)}",
                 hint="it counts the ranks of the plan's axes, with or without dp, and never of pp",
             )
-        ordered = _in_order(axes, self.layout.rank_list)
+        ranks = self.layout.rank_list
+        ordered = axes if ranks is None else in_order(axes, ranks, mesh or MeshLayout(dict(axes)))
         try:
             axes_of = consecutive_axes(sizes, ordered)
         except UsageError as error:
@@ -166,23 +170,34 @@ def _device_aliases(entry: Entry) -> list[str]:
     return [alias for alias in _aliases(entry) if alias != INTERLEAVED]
 
 
-def _in_order(axes: Mapping[str, int], ranks: list[int] | None) -> dict[str, int]:
+def in_order(axes: Mapping[str, int], ranks: Sequence[int], mesh: MeshLayout) -> dict[str, int]:
     """Return `axes` in the order in which `ranks` is row-major over them.
+
+    Args:
+        axes: Mesh axis -> size.
+        ranks: As many as the axes have, which differ only on these.
+        mesh: Has the axes and the ranks.
 
     Raises:
         ConfigError: There is none.
     """
-    if ranks is None:
-        return dict(axes)
-    first = min(ranks)
-    if sorted(ranks) != list(range(first, first + len(ranks))):
-        raise ConfigError(f"rank_list {ranks}: ranks of a mesh follow each other, without a gap")
+    if unknown := set(ranks) - set(range(mesh.world_size)):
+        raise ConfigError(
+            f"rank_list {list(ranks)}: rank {min(unknown)} is none of the {mesh.world_size} ranks"
+        )
+    block = mesh.along(axes, ranks[0])
+    if set(ranks) != set(block):
+        raise ConfigError(
+            f"rank_list {list(ranks)}: differ not only on {', '.join(axes)}, as ranks "
+            f"{list(block)} do"
+        )
     strides: dict[str, int] = {}
     for name in reversed(list(axes)):
         strides[name] = math.prod(axes[other] for other in strides)
     ordered: dict[str, int] = {}
     # From the fastest-varying axis on: it is the one whose stride the next ranks are apart.
-    left, places = {name for name, size in axes.items() if size > 1}, [r - first for r in ranks]
+    places = given = [block.index(rank) for rank in ranks]
+    left = {name for name, size in axes.items() if size > 1}
     while left:
         step = places[1] - places[0]
         axis = next((name for name in left if strides[name] == step), "")
@@ -194,11 +209,11 @@ def _in_order(axes: Mapping[str, int], ranks: list[int] | None) -> dict[str, int
     found = [0]
     for name, size in ordered.items():
         found = [place + index * strides[name] for place in found for index in range(size)]
-    if left or found != [rank - first for rank in ranks]:
+    if left or found != given:
         raise ConfigError(
-            f"rank_list {ranks}: no order of the axes in {shown_mesh(axes)} gives these ranks",
-            hint="give the mesh smaller axes; or leave rank_list out and choose with a host file "
-            "or a rank table which device has which rank",
+            f"rank_list {list(ranks)}: no order of the axes in {shown_mesh(axes)} gives these "
+            "ranks",
+            hint="say with parallel.rank_list in which order the mesh has its ranks",
         )
     return ordered | dict.fromkeys((name for name in axes if axes[name] == 1), 1)
 

@@ -1,10 +1,10 @@
 """The device mesh by arithmetic: axis sizes, and from them coordinates, groups and parts.
 
-Ranks are numbered in row-major order over the axes: the first axis varies slowest, the last one
-fastest, as in `torch.distributed.device_mesh`.  So the ranks of the last axis are neighbours, and
-usually share a node.  With sizes (s0, s1, ..., sk) the rank at coordinate (c0, ..., ck) is
-((c0 s1 + c1) s2 + ...) sk + ck, and a step along axis i changes the rank by the product of the
-sizes after it, its stride.
+Positions on the mesh are numbered in row-major order over the axes: the first axis varies slowest,
+the last one fastest, as in `torch.distributed.device_mesh`.  With sizes (s0, s1, ..., sk) the
+coordinate (c0, ..., ck) is position ((c0 s1 + c1) s2 + ...) sk + ck, and a step along axis i
+changes it by the product of the sizes after it, its stride.  Rank r has position r, so the ranks of
+the last axis are neighbours and usually share a node, unless `ranks` names the rank of each.
 
 A tensor dim may be sharded over several axes, the most significant first: over [a, b] the index of
 a rank's part is index(a) * size(b) + index(b).  torch lists placements by mesh axis instead;
@@ -14,7 +14,7 @@ a rank's part is index(a) * size(b) + index(b).  torch lists placements by mesh 
 from __future__ import annotations
 
 import math
-from collections.abc import Iterator, Sequence
+from collections.abc import Collection, Iterator, Sequence
 
 import msgspec
 
@@ -35,12 +35,14 @@ class MeshLayout(msgspec.Struct, frozen=True):
         ep: Ranks that share the experts of a module, a divisor of `dp`; 0 without such an axis.
         images: Axes that divide images.
         tokens: Axis that divides sequences; empty without.
+        ranks: The rank at each position; empty if every rank has its own number as position.
     """
 
     axes: dict[str, int]
     ep: int = 0
     images: tuple[str, ...] = ()
     tokens: str = ""
+    ranks: tuple[int, ...] = ()
 
     @property
     def world_size(self) -> int:
@@ -56,11 +58,19 @@ class MeshLayout(msgspec.Struct, frozen=True):
         """Return the size of `axis`; 1 if the mesh has no axis of that name."""
         return self.sizes.get(axis, 1)
 
+    def rank_at(self, position: int) -> int:
+        """Return the rank at `position`."""
+        return self.ranks[position] if self.ranks else position
+
+    def position(self, rank: int) -> int:
+        """Return the position of `rank`."""
+        return self.ranks.index(rank) if self.ranks else rank
+
     def coordinate(self, rank: int) -> dict[str, int]:
         """Return axis name -> index of `rank` on it."""
-        indices: dict[str, int] = {}
+        left, indices = self.position(rank), dict[str, int]()
         for name, size in reversed(self.axes.items()):
-            rank, indices[name] = divmod(rank, size)
+            left, indices[name] = divmod(left, size)
         return {name: indices[name] for name in self.axes}
 
     def stream(self, rank: int) -> int:
@@ -71,24 +81,33 @@ class MeshLayout(msgspec.Struct, frozen=True):
         place = self.coordinate(rank)
         return place.get(DATA_AXIS, 0) + self.size(DATA_AXIS) * place.get(PIPELINE_AXIS, 0)
 
+    def along(self, axes: Collection[str], rank: int) -> tuple[int, ...]:
+        """Return the ranks that differ from `rank` only on `axes`, in the order of positions."""
+        own = self.position(rank)
+        positions = [0]
+        for axis, index in self.coordinate(rank).items():
+            stride = self._stride(axis)
+            own -= index * stride if axis in axes else 0
+            steps = range(self.axes[axis] if axis in axes else 1)
+            positions = [found + step * stride for found in positions for step in steps]
+        return tuple(self.rank_at(own + found) for found in positions)
+
     def group(self, axis: str, rank: int) -> tuple[int, ...]:
         """Return the ranks that differ from `rank` only in `axis`, `rank` included."""
-        stride = self._stride(axis)
-        first = rank - self.coordinate(rank)[axis] * stride
-        return tuple(first + i * stride for i in range(self.axes[axis]))
+        return self.along((axis,), rank)
 
     def groups(self, axis: str) -> Iterator[tuple[int, ...]]:
-        """Yield each group of `axis` once, in the order of their first ranks."""
+        """Yield each group of `axis` once, in the order of the positions of their first ranks."""
         if axis == EXPERT_AXIS and self.ep:
-            # By rank, as below: the groups of `dp` interleave where other axes follow it.
+            # The groups of `dp` interleave where other axes follow it.
             whole = self.as_data((self.tokens,)).groups(DATA_AXIS)
             cuts = [g[i : i + self.ep] for g in whole for i in range(0, len(g), self.ep)]
-            yield from sorted(cuts)
+            yield from sorted(cuts, key=lambda ranks: self.position(ranks[0]))
             return
         stride = self._stride(axis)
-        for rank in range(self.world_size):
-            if rank // stride % self.axes[axis] == 0:
-                yield self.group(axis, rank)
+        for position in range(self.world_size):
+            if position // stride % self.axes[axis] == 0:
+                yield self.group(axis, self.rank_at(position))
 
     def as_data(self, inside: Sequence[str]) -> MeshLayout:
         """Return the mesh on which `dp` has the ranks of the axes `inside` too, which follow it."""
@@ -96,7 +115,7 @@ class MeshLayout(msgspec.Struct, frozen=True):
         for name, size in self.axes.items():
             key = DATA_AXIS if name in inside else name
             axes[key] = axes.get(key, 1) * size
-        return MeshLayout(axes, self.ep)
+        return MeshLayout(axes, self.ep, ranks=self.ranks)
 
     def _stride(self, axis: str) -> int:
         names = list(self.axes)

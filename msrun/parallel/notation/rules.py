@@ -22,6 +22,7 @@ from msrun.errors import ConfigError, UsageError
 from msrun.parallel.config import DATA_AXIS
 from msrun.parallel.notation.device_matrix import INTERLEAVED, Layout, TensorLayout
 from msrun.parallel.notation.dims import ModuleDims, check_strategy, dim_of, module_dims
+from msrun.parallel.notation.mesh_layout import MeshLayout
 from msrun.parallel.settings.plan_rules import Dims, LayoutRule, PlanRule
 
 _ReadT = TypeVar("_ReadT")
@@ -33,10 +34,12 @@ class RuleAxes(msgspec.Struct, frozen=True):
     Args:
         plan: Axes of the plan -> size, in mesh order; None leaves the mesh out.
         batch: The same and `dp`.
+        mesh: The mesh, whose ranks a `rank_list` names; None without one.
     """
 
     plan: dict[str, int] | None
     batch: dict[str, int]
+    mesh: MeshLayout | None = None
 
     def of_devices(self, count: int) -> dict[str, int] | None:
         """Return those that a device matrix of `count` devices is."""
@@ -146,7 +149,7 @@ def _of_layout(rule: LayoutRule, key: str, axes: RuleAxes) -> ModuleDims:
         cut = Layout(tuple(rule.device_matrix), tuple(rule.alias_name), rule.rank_list)
         own = axes.of_devices(cut.devices)
         if own is not None:
-            cut().on_mesh(own)
+            cut().on_mesh(own, axes.mesh)
     except UsageError as error:
         raise ConfigError(f"{key}.{error.message}", hint=error.hint) from None
 
@@ -158,7 +161,7 @@ def _of_layout(rule: LayoutRule, key: str, axes: RuleAxes) -> ModuleDims:
 
     def dims(entries: Dims, name: str) -> Dims:
         placed = tensor(entries, name)
-        return placed.dims if own is None else placed.on_mesh(own)
+        return placed.dims if own is None else placed.on_mesh(own, axes.mesh)
 
     copied_dim = _copied_dim(
         {

@@ -47,8 +47,7 @@ class LayoutRule(ConfigSection, frozen=True, kw_only=True):
     Args:
         device_matrix: Sizes of the device axes, the slowest-varying first.
         alias_name: Names of the device axes, as many as `device_matrix` has sizes.
-        rank_list: Ranks of `device_matrix` in row-major order, which must be consecutive and
-            ascending; None is 0, 1 and so on.
+        rank_list: Ranks of `device_matrix` in row-major order; None is the order of the mesh.
         params: Parameter name -> aliases that shard each of its dims; `"None"` leaves a dim
             unsharded.
         inputs: Key `in`: aliases that shard each dim of the first positional input; None leaves

@@ -64,7 +64,8 @@ def to_first_rank(
 
 def first_rank(context: RankContext, stage: int) -> int:
     """Return the first rank of a pipeline stage."""
-    for rank in range(context.world_size):
+    for position in range(context.world_size):
+        rank = context.layout.rank_at(position)
         if context.layout.coordinate(rank).get(PIPELINE_AXIS, 0) == stage:
             return rank
     raise ValueError(stage)

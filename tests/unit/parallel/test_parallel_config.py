@@ -401,8 +401,8 @@ def test_a_file_that_cannot_be_used(tmp_path, content, sentence):
             "parallel.plan[0].layout.device_matrix (2, 2): alias a stands for mesh axis b",
         ),
         (
-            {"mesh": {"x": 2, "y": 2}, "plan": [devices(rank_list=[1, 0, 2, 3])]},
-            4,
+            {"mesh": {"dp": 2, "x": 2, "y": 2}, "plan": [devices(rank_list=[1, 0, 2, 3])]},
+            8,
             (
                 "parallel.plan[0].layout.rank_list [1, 0, 2, 3]: no order of the axes in mesh "
                 "(x 2, y 2) gives these ranks"

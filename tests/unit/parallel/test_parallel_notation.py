@@ -392,3 +392,23 @@ def test_layouts_that_are_not_the_mesh():
         "rank_list [1, 0, 2, 3, 4, 5, 6, 7]: no order of the axes in mesh (a 2, b 2, c 2) gives "
         "these ranks"
     )
+    assert refusal(on, CUBE, "dp", rank_list=[1, 2, 3, 4, 5, 6, 7, 8]) == (
+        "rank_list [1, 2, 3, 4, 5, 6, 7, 8]: rank 8 is none of the 8 ranks"
+    )
+
+
+def test_a_list_of_ranks_is_of_a_part_of_the_mesh():
+    mesh = MeshLayout({"x": 2, "dp": 2, "y": 2}, ranks=(0, 3, 4, 7, 1, 2, 5, 6))
+
+    def on(ranks):
+        cut = Layout((2, 2), ("a", "b"), ranks)
+        return cut(("a", "b")).on_mesh({"x": 2, "y": 2}, mesh)
+
+    assert on([0, 3, 1, 2]) == [["x", "y"]]
+    assert on([4, 5, 7, 6]) == [["y", "x"]]
+    assert refusal(on, [0, 1, 2, 3]) == (
+        "rank_list [0, 1, 2, 3]: no order of the axes in mesh (x 2, y 2) gives these ranks"
+    )
+    assert refusal(on, [0, 3, 4, 7]) == (
+        "rank_list [0, 3, 4, 7]: differ not only on x, y, as ranks [0, 3, 1, 2] do"
+    )

@@ -1,0 +1,40 @@
+"""A mesh whose ranks have another order than their numbers."""
+
+import json
+
+MESH = """\
+mesh of 4 ranks:
+  axis  size
+  dp    2
+  tp    2
+
+groups along dp:
+  0,1
+  3,2
+
+groups along tp:
+  0,3
+  1,2
+
+coordinates:
+  rank  dp  tp
+  0     0   0
+  1     1   0
+  2     1   1
+  3     0   1
+"""
+
+
+def test_a_plan_shows_the_order_of_ranks(msrun, here):
+    layout = {
+        "device_matrix": [2, 2],
+        "alias_name": ["dp", "tp"],
+        "rank_list": [0, 3, 1, 2],
+        "params": {"weight": ["tp", "None"]},
+    }
+    config = {"mesh": {"dp": 2, "tp": 2}, "plan": [{"match": "*", "layout": layout}]}
+    (here / "p.yaml").write_text(json.dumps(config))
+
+    assert msrun("plan --parallel p.yaml --worker-num 4").out == MESH
+    found = json.loads(msrun("plan --json --parallel p.yaml --worker-num 4").out)["parallel"]
+    assert found["groups"] == {"dp": [[0, 1], [3, 2]], "tp": [[0, 3], [1, 2]]}
