@@ -722,10 +722,13 @@ class Runtime:
         Raises:
             ModelError: It would be wrong on shards.
         """
-        from msrun.parallel.data_parallel.optimizer_kinds import check_kind
+        from msrun.parallel.data_parallel.optimizer_kinds import check_kind, support_several_losses
         from msrun.parallel.foreach.plain_steps import check_lists
 
-        if not isinstance(optimizer, torch.optim.LBFGS):
+        if isinstance(optimizer, torch.optim.LBFGS):
+            op = self.config.reduce.op if self._has_replicas() else None
+            support_several_losses(optimizer, op)
+        else:
             check_kind(optimizer)
         check_lists(optimizer)
         if self.loss_scale:
