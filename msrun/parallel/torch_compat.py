@@ -1500,7 +1500,7 @@ def replace_element_methods(
 
     Args:
         take: Returns what a method gets for a DTensor and a plain tensor.
-        draw: Returns what a function draws that is to look like a DTensor.
+        draw: Returns what a function draws that is to look like a DTensor, or to fill it.
         number: Gets a DTensor and a number, or a tensor of one, that it is written with.
 
     Returns:
@@ -1515,9 +1515,17 @@ def replace_element_methods(
     for name in _ELEMENT_METHODS.split():
         setattr(kind, name, _element_method(kind, name, take, number))
     handlers = kind._op_dispatcher._custom_op_handlers  # noqa: SLF001 - there is no public form
-    aten = torch.ops.aten
-    for operator in (aten.rand_like.default, aten.randn_like.default):
+    for operator in _drawing("rand_like randn_like randint_like bernoulli"):
         handlers[operator] = lambda op, args, kwargs: draw(op, args[0], args[1:], kwargs)
+
+    def fill(op: Any, args: Any, kwargs: Any) -> Any:
+        drawn = draw(op, args[0], args[1:], kwargs)
+        local_tensor(args[0]).copy_(local_tensor(drawn))
+        return args[0]
+
+    in_place = "normal_ uniform_ bernoulli_ exponential_ geometric_ log_normal_ cauchy_ random_"
+    for operator in _drawing(in_place):
+        handlers[operator] = fill
     data: Any = Tensor.data
 
     def write(self: Any, value: Tensor) -> None:
@@ -1529,6 +1537,13 @@ def replace_element_methods(
 
     kind.data = property(data.__get__, write)
     return True
+
+
+def _drawing(names: str) -> Iterator[Any]:
+    """Return the operators that draw random numbers, of a name each, which write no argument."""
+    for packet in (getattr(torch.ops.aten, name) for name in names.split()):
+        overloads = (getattr(packet, name) for name in packet.overloads())
+        yield from (each for each in overloads if not each._schema.arguments[-1].is_out)  # noqa: SLF001 - there is no public form
 
 
 def takes_device(operator: Any) -> bool:

@@ -1249,9 +1249,11 @@ def _plain_beside_dtensors():
         return like, placed(value)
 
     def draw(operator, like, *_):
-        is_normal = operator is torch.ops.aten.randn_like.default
+        aten = torch.ops.aten
+        is_normal = operator in (aten.randn_like.default, aten.normal_.default)
         return placed(torch.full(like.shape, float(is_normal)))
 
+    fills = [torch.Tensor.normal_, torch.Tensor.uniform_, lambda x: x.bernoulli_(0.5)]
     numbers = []
 
     def number(like, value):
@@ -1271,8 +1273,9 @@ def _plain_beside_dtensors():
         torch.rand_like(tensor),
     ]
     values = [each.to_local().tolist() for each in found]
+    filled = [each(tensor.clone()).to_local().tolist() for each in fills]
     tensor.data = placed(torch.full((3,), 7.0))
-    return firsts, values, tensor.to_local().tolist(), numbers
+    return firsts, values + filled, tensor.to_local().tolist(), numbers
 
 
 def test_methods_of_dtensors_take_plain_tensors():
@@ -1280,7 +1283,8 @@ def test_methods_of_dtensors_take_plain_tensors():
         firsts, values, written, numbers = pool.submit(_plain_beside_dtensors).result()
 
     assert firsts == [True, False]
-    assert values == [[1, 3, 5], [-1, -2, -3], [0.5, 2, 3.5], [1] * 3, [0] * 3]
+    drawn = [[1] * 3, [0] * 3]
+    assert values == [[1, 3, 5], [-1, -2, -3], [0.5, 2, 3.5], *drawn, *drawn, [0] * 3]
     assert written == [7.0] * 3
     assert numbers == [(3, 4.0), (3, 4.0)]
 

@@ -5,7 +5,8 @@ whole, on all ranks, and torch computes no plain tensor with a DTensor.  In a fu
 element a rank needs its own part of it, so it takes that.  A number of sharded tensors, such as
 their norm, is a plain one beside plain tensors.  Ranks must have been given the same:
 what they were given is summed up, and compared with the replicas (`take_given`).  Noise as
-`torch.randn_like(param)` is drawn whole too, so that all parts are those of one process.
+`torch.randn_like(param)` and `param.normal_()` is drawn whole too, by all ranks from the generator
+of the first one, so that all parts are those of one process.
 
 What the model itself computes is left alone: there a plain tensor has samples, of which each rank
 has others.  So is what autograd would differentiate.
@@ -13,19 +14,22 @@ has others.  So is what autograd would differentiate.
 
 from __future__ import annotations
 
+import contextlib
 import sys
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from pathlib import Path
 from types import FrameType, TracebackType
 from typing import TYPE_CHECKING, Any
 
 import torch
+import torch.distributed as dist
 from torch import Tensor, nn
 
 from msrun.parallel import torch_compat
 from msrun.parallel.config import DATA_AXIS
+from msrun.parallel.exchange.generators import set_torch_states, torch_states
 from msrun.parallel.layout import EXPERT_COPIES
-from msrun.parallel.local import is_sharded, local_part
+from msrun.parallel.local import full_tensor, is_sharded, local_part
 
 if TYPE_CHECKING:
     from torch.distributed.tensor import DTensor
@@ -124,15 +128,20 @@ def _note_number(like: DTensor, value: Tensor | float) -> None:
 
     Each rank may have computed it from its own samples, as a loss, and no replicas would differ.
     """
-    names = like.device_mesh.mesh_dim_names or ()
-    placed = zip(names, like.placements, strict=False)
-    is_divided = any(name in _DATA_AXES and placement.is_shard() for name, placement in placed)
-    if not is_divided or (torch.is_grad_enabled() and like.requires_grad) or _is_in_model():
+    has_graph = torch.is_grad_enabled() and like.requires_grad
+    if has_graph or not _is_divided(like) or _is_in_model():
         return
     number = torch.as_tensor(value).detach().reshape(()).to(torch.float64, copy=True)
     _numbers.append(number.view(torch.int64))
     if len(_numbers) == _GIVEN_MAX:
         _numbers[:] = [torch.stack([number.cpu() for number in _numbers]).sum()]
+
+
+def _is_divided(tensor: DTensor) -> bool:
+    """Return whether data-parallel ranks have parts of `tensor`."""
+    names = tensor.device_mesh.mesh_dim_names or ()
+    placed = zip(names, tensor.placements, strict=False)
+    return any(name in _DATA_AXES and placement.is_shard() for name, placement in placed)
 
 
 def _as_part(value: Tensor, like: DTensor) -> DTensor:
@@ -161,8 +170,39 @@ def _placed(whole: Tensor, like: DTensor) -> DTensor:
 
 def _drawn(operator: Any, like: DTensor, args: tuple[Any, ...], kwargs: dict[str, Any]) -> DTensor:
     """Return this rank's part of what `operator` draws for the whole of `like`."""
-    whole = torch.empty(like.shape, dtype=like.dtype, device=local_part(like).device)
-    return _placed(operator(whole, *args, **kwargs), like)
+    if operator is torch.ops.aten.bernoulli.default:
+        whole = full_tensor(like)  # of probabilities
+    else:
+        whole = torch.empty(like.shape, dtype=like.dtype, device=local_part(like).device)
+    args = tuple(full_tensor(value) if isinstance(value, Tensor) else value for value in args)
+    has_own = kwargs.get("generator") is not None
+    is_alike = has_own or not _is_divided(like) or _is_in_model()
+    with contextlib.nullcontext() if is_alike else _generators_of_first(like):
+        return _placed(operator(whole, *args, **kwargs), like)
+
+
+@contextlib.contextmanager
+def _generators_of_first(like: DTensor) -> Iterator[None]:
+    """Draw inside as the first rank of the mesh of `like`; all of them enter it together.
+
+    After `rt.shard` ranks of other samples have other generators, and the first has that of one
+    process.
+    """
+    device, mesh = local_part(like).device, like.device_mesh
+    own = torch_states(device)
+    states = []
+    for state in own:
+        sent = state.to(device if mesh.device_type != "cpu" else "cpu", copy=True)
+        for axis in range(mesh.ndim):
+            dist.broadcast(sent, group=mesh.get_group(axis), group_src=0)
+        states.append(sent.cpu())
+    is_alike = all(map(torch.equal, own, states))
+    set_torch_states(states, device)
+    try:
+        yield
+    finally:
+        if not is_alike:
+            set_torch_states(own, device)
 
 
 def _is_in_model() -> bool:
