@@ -404,8 +404,8 @@ class ShardedModel:
         is_empty = self.is_pipeline and not any(group["params"] for group in optimizer.param_groups)
         if replicas and optimizer not in self._watched and (is_empty or self.holds(optimizer)):
             self._watched.add(optimizer)
-            before_step(optimizer, partial(self._before_step, replicas, weakref.ref(optimizer)))
             before_update(optimizer, self._release)  # a closure's backward reads what is gathered
+            before_step(optimizer, partial(self._before_step, replicas, weakref.ref(optimizer)))
             if self.plain_loop:
                 before_update(optimizer, self.plain_loop.settle)
 

@@ -51,6 +51,7 @@ _HINT = (
     "param.grad.copy_(whole) under torch.no_grad()"
 )
 _given: list[Tensor] = []
+_written: list[Tensor] = []
 _numbers: list[Tensor] = []
 _part_of: list[PartOf] = []
 
@@ -77,11 +78,35 @@ def support_values(part_of: PartOf) -> None:
 
 def take_given() -> Tensor | None:
     """Return a number of each tensor that was taken since the last call; None without one."""
-    if not _given:
+    return _take_sum(_given)
+
+
+def note_written(whole: Tensor) -> None:
+    """Note what a forward wrote to a parameter, of which each rank keeps its part."""
+    _note(_written, whole)
+
+
+def take_written() -> Tensor | None:
+    """Return a number of each parameter that was written since the last call; None without one."""
+    return _take_sum(_written)
+
+
+def _take_sum(numbers: list[Tensor]) -> Tensor | None:
+    if not numbers:
         return None
-    total = torch.stack(_given).sum()  # in any order
-    _given.clear()
+    total = torch.stack(numbers).sum()  # in any order
+    numbers.clear()
     return total.reshape(1)
+
+
+def _note(numbers: list[Tensor], value: Tensor) -> None:
+    """Add a number of the values of a tensor."""
+    flat = value.detach().reshape(-1)
+    some = flat[:: max(1, flat.numel() // _ELEMENTS)].to(torch.float64)
+    places = torch.arange(1, some.numel() + 1, device=some.device, dtype=torch.float64)
+    numbers.append((some * places.cos()).sum().view(torch.int64))
+    if len(numbers) == _GIVEN_MAX:
+        numbers[:] = [torch.stack(numbers).sum()]
 
 
 def take_numbers() -> Tensor | None:
@@ -145,12 +170,7 @@ def _is_divided(tensor: DTensor) -> bool:
 
 
 def _as_part(value: Tensor, like: DTensor) -> DTensor:
-    flat = value.detach().reshape(-1)
-    some = flat[:: max(1, flat.numel() // _ELEMENTS)].to(torch.float64)
-    places = torch.arange(1, some.numel() + 1, device=some.device, dtype=torch.float64)
-    _given.append((some * places.cos()).sum().view(torch.int64))
-    if len(_given) == _GIVEN_MAX:
-        _given[:] = [torch.stack(_given).sum()]
+    _note(_given, value)
     return _placed(value.detach(), like)
 
 
