@@ -45,7 +45,7 @@ from torch.distributed.device_mesh import DeviceMesh
 
 from msrun import environ
 from msrun.environ import RankIdentity
-from msrun.errors import ConfigError, UsageError
+from msrun.errors import ConfigError, ModelError, UsageError
 from msrun.identity import read_identity
 from msrun.parallel import device as devices
 from msrun.parallel.axes import use_axes
@@ -735,9 +735,20 @@ class Runtime:
             self.loss_scale.refuse_plain_step()
 
     def mean_over_data(self, value: Tensor) -> Tensor:
-        """Return the mean of `value` over the data-parallel ranks, weighted by their samples."""
+        """Return the mean of `value` over the data-parallel ranks, weighted by their samples.
+
+        Raises:
+            ModelError: Ranks have parts of it, such as of the gradient of a sharded parameter.
+        """
+        from msrun.parallel.local import is_sharded
         from msrun.parallel.step import mean_over_data
 
+        if is_sharded(value) and self.context.layout.size(DATA_AXIS) > 1:
+            raise ModelError(
+                "rt.mean_over_data got a sharded tensor, of which ranks have parts",
+                hint="backward() has averaged gradients of sharded parameters; those inside of "
+                "rt.no_sync need zero 0",
+            )
         return mean_over_data(self.context, value)
 
     def metric(self, name: str, total: Tensor | float, count: Tensor | float = 1) -> None:

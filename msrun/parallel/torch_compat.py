@@ -393,6 +393,12 @@ def is_transforming() -> bool:
     return torch._C._functorch.peek_interpreter_stack() is not None  # noqa: SLF001
 
 
+def is_differentiated(model: nn.Module) -> bool:
+    """Return whether a transform of torch.func takes gradients by parameters of `model`."""
+    is_tracked = torch._C._functorch.is_gradtrackingtensor  # noqa: SLF001
+    return is_transforming() and any(map(is_tracked, model.parameters()))
+
+
 @contextmanager
 def transforming_whole(whole: Callable[[Any], Any]) -> Iterator[None]:
     """Have transforms of torch.func, inside, replace each of their arguments by `whole` of it."""

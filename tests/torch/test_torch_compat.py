@@ -1562,3 +1562,18 @@ def test_reentrant_checkpoints_run_with_gradients_inside_of_the_context():
     assert modes == [True, False]
     assert inside.grad_fn.name() == "MulBackward0"
     assert behind.grad_fn.name() == "CheckpointFunctionBackward"
+
+
+def test_a_transform_may_differentiate_by_parameters():
+    model, x = nn.Linear(2, 2), torch.ones(3, 2)
+    params = {name: param.detach() for name, param in model.named_parameters()}
+    found = []
+    model.register_forward_pre_hook(
+        lambda called, _: found.append(torch_compat.is_differentiated(called))
+    )
+
+    model(x)
+    torch.func.grad(lambda value: model(value).sum())(x)
+    torch.func.grad(lambda p: torch.func.functional_call(model, p, (x,)).sum())(params)
+
+    assert found == [False, False, True]

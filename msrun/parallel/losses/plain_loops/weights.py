@@ -71,6 +71,9 @@ _GRADIENTS = (
     "gradients that torch.autograd.grad takes by parameters in this loop are those of this rank's "
     "samples, and no rank averages them"
 )
+_TRANSFORMED = (
+    "gradients that torch.func takes by parameters in this loop are those of this rank's samples"
+)
 _GRADIENTS_HINT = "call backward(), or average them with rt.mean_over_data"
 _COLLECTIVES = dist.all_reduce.__module__
 _UNUSED = "not have been used in the graph"  # torch's sentence
@@ -213,6 +216,10 @@ class PlainLosses:
         if self._has_gradients:
             self._has_gradients = False
             self._warn(_GRADIENTS, _GRADIENTS_HINT)
+
+    def warn_of_transforms(self) -> None:
+        """Warn that torch.func takes gradients by parameters, which no backward pass reduces."""
+        self._warn(_TRANSFORMED, _GRADIENTS_HINT)
 
     def _warn(self, text: str, hint: str) -> None:
         if text not in self._warned:
