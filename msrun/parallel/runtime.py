@@ -389,6 +389,7 @@ class Runtime:
                 sharded.verifier.watch(optimizer)
         self._check_known(optimizer)
         check_kind(optimizer)
+        self._release_before(optimizer)
         support_mixed_groups(optimizer)
         if self.loss_scale:
             before_step(optimizer, self.loss_scale.refuse_plain_step)
@@ -712,6 +713,23 @@ class Runtime:
         if self._plain_steps:
             self._plain_steps.know(optimizer)
 
+    def _release_before(self, optimizer: torch.optim.Optimizer) -> None:
+        """Have other models release gathered parameters before `optimizer` steps.
+
+        Of a model that no backward pass follows they stay gathered, and a script may change them by
+        what the optimizer makes of its own, as in a target network.
+        """
+        from msrun.parallel.foreach.step_hooks import before_update
+
+        models, stepping = self._models, weakref.ref(optimizer)
+
+        def release() -> None:
+            for model in [*models.values()]:
+                if stepping() not in model.watched:
+                    model.release()
+
+        before_update(optimizer, release)
+
     def _has_replicas(self) -> bool:
         """Return whether data-parallel ranks are to train the same."""
         return self.config.mode != "manual" and self.context.layout.size(DATA_AXIS) > 1
@@ -725,6 +743,7 @@ class Runtime:
         from msrun.parallel.data_parallel.optimizer_kinds import check_kind, support_several_losses
         from msrun.parallel.foreach.plain_steps import check_lists
 
+        self._release_before(optimizer)
         if isinstance(optimizer, torch.optim.LBFGS):
             op = self.config.reduce.op if self._has_replicas() else None
             support_several_losses(optimizer, op)

@@ -48,7 +48,8 @@ _UNKNOWN = ("mixed torch.Tensor and DTensor", "does not have a sharding strategy
 _HINT = (
     "torch computes no plain tensor with a sharded parameter or gradient here: call full_tensor() "
     "of the sharded ones on all ranks, and write results with param.copy_(whole) or "
-    "param.grad.copy_(whole) under torch.no_grad()"
+    "param.grad.copy_(whole) under torch.no_grad(); shard a copy that follows the model, such as "
+    "an average, with rt.shard too"
 )
 _given: list[Tensor] = []
 _written: list[Tensor] = []
