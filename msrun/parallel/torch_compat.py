@@ -547,7 +547,7 @@ def _keep_what_is_written(
 def _write_counts(group: Any) -> list[tuple[int, int]]:
     """Return how often gathered parameters were written, and their shards."""
     return [
-        (write_count(param._unsharded_param), write_count(param.sharded_param.to_local()))  # noqa: SLF001
+        (write_count(param._unsharded_param), write_count(local_tensor(param.sharded_param)))  # noqa: SLF001
         for param in group.fsdp_params
     ]
 
@@ -597,7 +597,7 @@ def _keep_writes(
             param._unsharded_param.data = memory  # noqa: SLF001
         elif before == now and not looks:
             continue
-        part = param.sharded_param.to_local()
+        part = local_tensor(param.sharded_param)
         dim, mesh = param.fsdp_placement.dim, param.mesh_info
         local = whole.to_local() if hasattr(whole, "to_local") else whole
         chunks = local.chunk(mesh.shard_mesh_size, dim)
