@@ -45,7 +45,7 @@ from torch.distributed.device_mesh import DeviceMesh
 
 from msrun import environ
 from msrun.environ import RankIdentity
-from msrun.errors import ConfigError, UsageError
+from msrun.errors import ConfigError, ModelError, UsageError
 from msrun.identity import read_identity
 from msrun.parallel import device as devices
 from msrun.parallel.axes import use_axes
@@ -389,6 +389,7 @@ class Runtime:
                 sharded.verifier.watch(optimizer)
         self._check_known(optimizer)
         check_kind(optimizer)
+        self._release_before(optimizer)
         support_mixed_groups(optimizer)
         if self.loss_scale:
             before_step(optimizer, self.loss_scale.refuse_plain_step)
@@ -712,6 +713,23 @@ class Runtime:
         if self._plain_steps:
             self._plain_steps.know(optimizer)
 
+    def _release_before(self, optimizer: torch.optim.Optimizer) -> None:
+        """Have other models release gathered parameters before `optimizer` steps.
+
+        Of a model that no backward pass follows they stay gathered, and a script may change them by
+        what the optimizer makes of its own, as in a target network.
+        """
+        from msrun.parallel.foreach.step_hooks import before_update
+
+        models, stepping = self._models, weakref.ref(optimizer)
+
+        def release() -> None:
+            for model in [*models.values()]:
+                if stepping() not in model.watched:
+                    model.release()
+
+        before_update(optimizer, release)
+
     def _has_replicas(self) -> bool:
         """Return whether data-parallel ranks are to train the same."""
         return self.config.mode != "manual" and self.context.layout.size(DATA_AXIS) > 1
@@ -722,19 +740,34 @@ class Runtime:
         Raises:
             ModelError: It would be wrong on shards.
         """
-        from msrun.parallel.data_parallel.optimizer_kinds import check_kind
+        from msrun.parallel.data_parallel.optimizer_kinds import check_kind, support_several_losses
         from msrun.parallel.foreach.plain_steps import check_lists
 
-        if not isinstance(optimizer, torch.optim.LBFGS):
+        self._release_before(optimizer)
+        if isinstance(optimizer, torch.optim.LBFGS):
+            op = self.config.reduce.op if self._has_replicas() else None
+            support_several_losses(optimizer, op)
+        else:
             check_kind(optimizer)
         check_lists(optimizer)
         if self.loss_scale:
             self.loss_scale.refuse_plain_step()
 
     def mean_over_data(self, value: Tensor) -> Tensor:
-        """Return the mean of `value` over the data-parallel ranks, weighted by their samples."""
+        """Return the mean of `value` over the data-parallel ranks, weighted by their samples.
+
+        Raises:
+            ModelError: Ranks have parts of it, such as of the gradient of a sharded parameter.
+        """
+        from msrun.parallel.local import is_sharded
         from msrun.parallel.step import mean_over_data
 
+        if is_sharded(value) and self.context.layout.size(DATA_AXIS) > 1:
+            raise ModelError(
+                "rt.mean_over_data got a sharded tensor, of which ranks have parts",
+                hint="backward() has averaged gradients of sharded parameters; those inside of "
+                "rt.no_sync need zero 0",
+            )
         return mean_over_data(self.context, value)
 
     def metric(self, name: str, total: Tensor | float, count: Tensor | float = 1) -> None:

@@ -263,7 +263,7 @@ class ShardedModel:
         self._optimizers: weakref.WeakKeyDictionary[torch.optim.Optimizer, int] = (
             weakref.WeakKeyDictionary()
         )
-        self._watched: weakref.WeakSet[torch.optim.Optimizer] = weakref.WeakSet()
+        self.watched: weakref.WeakSet[torch.optim.Optimizer] = weakref.WeakSet()
         self._snapshot = snapshot
         self.order = order
         if order:
@@ -402,10 +402,10 @@ class ShardedModel:
         replicas = self.replicas
         # Other ranks compare what theirs holds, and wait for all.
         is_empty = self.is_pipeline and not any(group["params"] for group in optimizer.param_groups)
-        if replicas and optimizer not in self._watched and (is_empty or self.holds(optimizer)):
-            self._watched.add(optimizer)
+        if replicas and optimizer not in self.watched and (is_empty or self.holds(optimizer)):
+            self.watched.add(optimizer)
+            before_update(optimizer, self.release)  # a closure's backward reads what is gathered
             before_step(optimizer, partial(self._before_step, replicas, weakref.ref(optimizer)))
-            before_update(optimizer, self._release)  # a closure's backward reads what is gathered
             if self.plain_loop:
                 before_update(optimizer, self.plain_loop.settle)
 
@@ -416,7 +416,7 @@ class ShardedModel:
         replicas.count_step(optimizer)
         self._check_data()
 
-    def _release(self) -> None:
+    def release(self) -> None:
         """Release gathered parameters, since the optimizer changes their shards."""
         if self.order and not self._gathering and (model := self._model()) is not None:
             from msrun.parallel.data_parallel.zero import gathering

@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import inspect
 import io
+import itertools
 import json
 import logging
 import sys
@@ -444,6 +445,12 @@ def is_transforming() -> bool:
     return torch._C._functorch.peek_interpreter_stack() is not None  # noqa: SLF001
 
 
+def is_differentiated(model: nn.Module) -> bool:
+    """Return whether a transform of torch.func takes gradients by parameters of `model`."""
+    is_tracked = torch._C._functorch.is_gradtrackingtensor  # noqa: SLF001
+    return is_transforming() and any(map(is_tracked, model.parameters()))
+
+
 @contextmanager
 def transforming_whole(whole: Callable[[Any], Any]) -> Iterator[None]:
     """Have transforms of torch.func, inside, replace each of their arguments by `whole` of it."""
@@ -507,6 +514,9 @@ def reduce_sharded(model: FSDPModule) -> None:
     state._root_post_backward_final_callback()  # noqa: SLF001
 
 
+_RELEASES_COMPARED, _EVERY_RELEASES = 4, 100
+
+
 def watch_units(
     model: FSDPModule,
     gathered: Callable[[str], None],
@@ -517,6 +527,7 @@ def watch_units(
     changed: Callable[[str], None] = lambda _: None,
     completed: Callable[[list[str], list[str]], None] = lambda *_: None,
     written: Callable[[str], None] = lambda _: None,
+    kept: Callable[[Tensor], None] = lambda _: None,
     gathering: Callable[[], None] = lambda: None,
 ) -> None:
     """Call back when modules of `fully_shard` in `model` gather or reduce.
@@ -538,6 +549,7 @@ def watch_units(
             and had no gradient before, and of those that have one.
         written: Called with the name of a parameter that a script wrote while it was gathered in
             another type; others keep what was written.
+        kept: Called with such a parameter before it is released.
         gathering: Called before the gather of a module starts.
     """
     from torch.distributed.fsdp import FSDPModule, fully_shard
@@ -549,30 +561,47 @@ def watch_units(
                 check = partial(_check_gradients, group, sparse, changed, completed)
                 _before_gather(group, gathering)
                 _watch_unit(group, partial(gathered, name), reduced, check, differentiated)
-                _keep_what_is_written(group, written)
+                _keep_what_is_written(group, written, kept)
 
 
-def _keep_what_is_written(group: Any, written: Callable[[str], None]) -> None:
-    """Have shards get what a script writes to gathered parameters, as in its forward."""
+def _keep_what_is_written(
+    group: Any, written: Callable[[str], None], kept: Callable[[Tensor], None]
+) -> None:
+    """Have shards get what a script writes to gathered parameters, as in its forward.
+
+    A write through `param.data` counts for no tensor, so values are compared in the first releases,
+    and now and then later: on an accelerator the host waits for that.
+    """
     wait_for_unshard, to_sharded = group.wait_for_unshard, group._to_sharded  # noqa: SLF001
-    counts: list[int] = []
+    counts: list[tuple[int, int]] = []
+    memories: list[Tensor] = []
+    releases = itertools.count(1)
+    wrote: list[bool] = []
 
     def counting_wait_for_unshard() -> None:
         is_gathered_anew = group._all_gather_result is not None  # noqa: SLF001
         wait_for_unshard()
         if is_gathered_anew:
             counts[:] = _write_counts(group)
+            memories[:] = memories or [param._unsharded_param.data for param in group.fsdp_params]  # noqa: SLF001
 
     def keeping_to_sharded() -> None:
         if not group.is_sharded and counts:
-            _keep_writes(group, counts, written)
+            number = next(releases)
+            looks = bool(wrote) or number <= _RELEASES_COMPARED or not number % _EVERY_RELEASES
+            if _keep_writes(group, counts, memories, written, kept, looks=looks):
+                wrote[:] = [True]
         to_sharded()
 
     group.wait_for_unshard, group._to_sharded = counting_wait_for_unshard, keeping_to_sharded  # noqa: SLF001
 
 
-def _write_counts(group: Any) -> list[int]:
-    return [write_count(param._unsharded_param) for param in group.fsdp_params]  # noqa: SLF001
+def _write_counts(group: Any) -> list[tuple[int, int]]:
+    """Return how often gathered parameters were written, and their shards."""
+    return [
+        (write_count(param._unsharded_param), write_count(local_tensor(param.sharded_param)))  # noqa: SLF001
+        for param in group.fsdp_params
+    ]
 
 
 def writes_to_frozen(model: nn.Module) -> dict[str, int]:
@@ -589,21 +618,63 @@ def writes_to_frozen(model: nn.Module) -> dict[str, int]:
 
 
 @torch.no_grad()
-def _keep_writes(group: Any, counts: list[int], written: Callable[[str], None]) -> None:
-    """Give shards what was written to gathered parameters, which are released next."""
-    for param, before, now in zip(group.fsdp_params, counts, _write_counts(group), strict=True):
-        if before == now:
+def _keep_writes(
+    group: Any,
+    counts: list[tuple[int, int]],
+    memories: Sequence[Tensor],
+    written: Callable[[str], None],
+    kept: Callable[[Tensor], None],
+    *,
+    looks: bool,
+) -> bool:
+    """Give shards what was written to gathered parameters, which are released next.
+
+    Args:
+        group: Of parameters.
+        counts: Of writes, when they were gathered.
+        memories: What is gathered into; `param.data = tensor` takes another one.
+        written: Gets the name of one in another type than its shard.
+        kept: Gets each that was written.
+        looks: Whether to compare values where no count says so.
+
+    Returns:
+        Whether one was written that no count is of.
+    """
+    found = False
+    every = zip(group.fsdp_params, counts, _write_counts(group), memories, strict=True)
+    for param, before, now, memory in every:
+        whole = param._unsharded_param.detach()  # noqa: SLF001
+        is_exchanged = whole.data_ptr() != memory.data_ptr()
+        if is_exchanged:
+            param._unsharded_param.data = memory  # noqa: SLF001
+        elif before == now and not looks:
             continue
-        whole, part = param._unsharded_param.detach(), param.sharded_param.to_local()  # noqa: SLF001
-        if whole.dtype != part.dtype or not part.is_floating_point():
-            written(param._param_fqn)  # noqa: SLF001
-            continue
+        part = local_tensor(param.sharded_param)
         dim, mesh = param.fsdp_placement.dim, param.mesh_info
         local = whole.to_local() if hasattr(whole, "to_local") else whole
         chunks = local.chunk(mesh.shard_mesh_size, dim)
-        if mesh.shard_mesh_rank < len(chunks):
-            part.copy_(chunks[mesh.shard_mesh_rank])
+        own = chunks[mesh.shard_mesh_rank] if mesh.shard_mesh_rank < len(chunks) else None
+        if before[0] == now[0] and not is_exchanged:
+            # Else the script, or an optimizer of shards, has written those.
+            is_of_shard = before[1] != now[1]
+            if is_of_shard or own is None or _is_equal(own, part):
+                continue
+            found = True
+        if whole.dtype != part.dtype or not part.is_floating_point():
+            written(param._param_fqn)  # noqa: SLF001
+            continue
+        if own is not None:
+            part.copy_(own)
+        kept(local)
+        found |= is_exchanged
     counts[:] = _write_counts(group)
+    return found
+
+
+def _is_equal(gathered: Tensor, part: Tensor) -> bool:
+    """Return whether a gathered parameter has the values of its shard, in its own type."""
+    part = part.to(gathered.device, gathered.dtype)
+    return gathered.shape != part.shape or torch.equal(gathered.nan_to_num(), part.nan_to_num())
 
 
 def before_gathers(model: nn.Module, call: Callable[[list[Any]], None]) -> None:
@@ -1552,7 +1623,7 @@ def replace_element_methods(
 
     Args:
         take: Returns what a method gets for a DTensor and a plain tensor.
-        draw: Returns what a function draws that is to look like a DTensor.
+        draw: Returns what a function draws that is to look like a DTensor, or to fill it.
         number: Gets a DTensor and a number, or a tensor of one, that it is written with.
 
     Returns:
@@ -1567,9 +1638,17 @@ def replace_element_methods(
     for name in _ELEMENT_METHODS.split():
         setattr(kind, name, _element_method(kind, name, take, number))
     handlers = kind._op_dispatcher._custom_op_handlers  # noqa: SLF001 - there is no public form
-    aten = torch.ops.aten
-    for operator in (aten.rand_like.default, aten.randn_like.default):
+    for operator in _drawing("rand_like randn_like randint_like bernoulli"):
         handlers[operator] = lambda op, args, kwargs: draw(op, args[0], args[1:], kwargs)
+
+    def fill(op: Any, args: Any, kwargs: Any) -> Any:
+        drawn = draw(op, args[0], args[1:], kwargs)
+        local_tensor(args[0]).copy_(local_tensor(drawn))
+        return args[0]
+
+    in_place = "normal_ uniform_ bernoulli_ exponential_ geometric_ log_normal_ cauchy_ random_"
+    for operator in _drawing(in_place):
+        handlers[operator] = fill
     data: Any = Tensor.data
 
     def write(self: Any, value: Tensor) -> None:
@@ -1581,6 +1660,13 @@ def replace_element_methods(
 
     kind.data = property(data.__get__, write)
     return True
+
+
+def _drawing(names: str) -> Iterator[Any]:
+    """Return the operators that draw random numbers, of a name each, which write no argument."""
+    for packet in (getattr(torch.ops.aten, name) for name in names.split()):
+        overloads = (getattr(packet, name) for name in packet.overloads())
+        yield from (each for each in overloads if not each._schema.arguments[-1].is_out)  # noqa: SLF001 - there is no public form
 
 
 def takes_device(operator: Any) -> bool:

@@ -1291,9 +1291,11 @@ def _plain_beside_dtensors():
         return like, placed(value)
 
     def draw(operator, like, *_):
-        is_normal = operator is torch.ops.aten.randn_like.default
+        aten = torch.ops.aten
+        is_normal = operator in (aten.randn_like.default, aten.normal_.default)
         return placed(torch.full(like.shape, float(is_normal)))
 
+    fills = [torch.Tensor.normal_, torch.Tensor.uniform_, lambda x: x.bernoulli_(0.5)]
     numbers = []
 
     def number(like, value):
@@ -1313,8 +1315,9 @@ def _plain_beside_dtensors():
         torch.rand_like(tensor),
     ]
     values = [each.to_local().tolist() for each in found]
+    filled = [each(tensor.clone()).to_local().tolist() for each in fills]
     tensor.data = placed(torch.full((3,), 7.0))
-    return firsts, values, tensor.to_local().tolist(), numbers
+    return firsts, values + filled, tensor.to_local().tolist(), numbers
 
 
 def test_methods_of_dtensors_take_plain_tensors():
@@ -1322,7 +1325,8 @@ def test_methods_of_dtensors_take_plain_tensors():
         firsts, values, written, numbers = pool.submit(_plain_beside_dtensors).result()
 
     assert firsts == [True, False]
-    assert values == [[1, 3, 5], [-1, -2, -3], [0.5, 2, 3.5], [1] * 3, [0] * 3]
+    drawn = [[1] * 3, [0] * 3]
+    assert values == [[1, 3, 5], [-1, -2, -3], [0.5, 2, 3.5], *drawn, *drawn, [0] * 3]
     assert written == [7.0] * 3
     assert numbers == [(3, 4.0), (3, 4.0)]
 
@@ -1600,3 +1604,18 @@ def test_reentrant_checkpoints_run_with_gradients_inside_of_the_context():
     assert modes == [True, False]
     assert inside.grad_fn.name() == "MulBackward0"
     assert behind.grad_fn.name() == "CheckpointFunctionBackward"
+
+
+def test_a_transform_may_differentiate_by_parameters():
+    model, x = nn.Linear(2, 2), torch.ones(3, 2)
+    params = {name: param.detach() for name, param in model.named_parameters()}
+    found = []
+    model.register_forward_pre_hook(
+        lambda called, _: found.append(torch_compat.is_differentiated(called))
+    )
+
+    model(x)
+    torch.func.grad(lambda value: model(value).sum())(x)
+    torch.func.grad(lambda p: torch.func.functional_call(model, p, (x,)).sum())(params)
+
+    assert found == [False, False, True]

@@ -44,6 +44,7 @@ from msrun.parallel import torch_compat
 from msrun.parallel.config import ROOT
 from msrun.parallel.data_parallel.joined_inputs import JoinNotes
 from msrun.parallel.exchange import messages
+from msrun.parallel.foreach.whole_values import note_written
 
 _BITS = 32
 _EVENTS_MAX = 100_000
@@ -102,6 +103,7 @@ class CollectiveOrder:
             changed=_on_changed_type,
             completed=self._on_completed,
             written=_on_written,
+            kept=note_written,
             gathering=self._on_gathering,
         )
 

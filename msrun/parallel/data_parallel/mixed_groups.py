@@ -93,11 +93,20 @@ def _split_inside(kind: type[torch.optim.Optimizer]) -> Update:
         return _split_around(hooked)
     plain = hooked.__wrapped__
 
-    @functools.wraps(plain)
-    def update(self: torch.optim.Optimizer, *args: Any, **kwargs: Any) -> Any:
+    def split(self: torch.optim.Optimizer, *args: Any, **kwargs: Any) -> Any:
         with _split(self) as of_lists, _on_parts(self, of_lists):
             return plain(self, *args, **kwargs)
 
+    def behind_closure(self: torch.optim.Optimizer, closure: Any = None) -> Any:
+        if closure is None:
+            return split(self)
+        # It computes the gradients, of which the update gets this rank's parts.
+        with torch.enable_grad():
+            loss = closure()
+        split(self)
+        return loss
+
+    update = functools.wraps(plain)(behind_closure if kind in _OF_LISTS else split)
     return torch.optim.Optimizer.profile_hook_step(update)
 
 

@@ -2,9 +2,15 @@
 
 from __future__ import annotations
 
+from typing import Literal
+
 import torch
+from torch import Tensor
 
 from msrun.errors import ModelError
+from msrun.parallel.collectives import all_reduce
+from msrun.parallel.config import DATA_AXIS
+from msrun.parallel.foreach.step_hooks import change_losses
 from msrun.parallel.local import is_sharded
 from msrun.parallel.uneven_rows.rows import rows_of
 
@@ -52,12 +58,32 @@ def check_kind(optimizer: torch.optim.Optimizer) -> None:
     if isinstance(optimizer, torch.optim.LBFGS):
         raise ModelError(
             f"{name} computes the loss several times a step, and rt.step computes it once",
-            hint="choose another, or use it in a plain loop, if no parameter is sharded",
+            hint="choose another, or use it in a plain loop without rt.optimizer",
         )
     _check_tables(optimizer)
     for kind in type(optimizer).__mro__:
         if reason := _NEEDS_REPLICATED.get(kind.__name__):
             _check_replicated(optimizer, f"{name} {reason}")
+
+
+def support_several_losses(optimizer: torch.optim.LBFGS, op: Literal["mean", "sum"] | None) -> None:
+    """Have an optimizer of a plain loop decide by the losses of all ranks where to go on.
+
+    Args:
+        optimizer: It computes the loss several times a step.
+        op: How data-parallel ranks reduce gradients; None for one of them.
+
+    Raises:
+        ModelError: It has sharded parameters.
+    """
+    name = type(optimizer).__name__
+    _check_replicated(optimizer, f"{name} makes one vector of all gradients")
+    if op:
+        change_losses(optimizer, lambda loss: all_reduce(_number(loss), DATA_AXIS, op))
+
+
+def _number(loss: Tensor | float) -> Tensor:
+    return torch.as_tensor(loss).detach().clone()
 
 
 def _check_tables(optimizer: torch.optim.Optimizer) -> None:

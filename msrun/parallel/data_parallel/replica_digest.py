@@ -39,7 +39,7 @@ from msrun.errors import ModelError, RanksDisagreeError
 from msrun.parallel.config import DATA_AXIS, PIPELINE_AXIS, ParallelConfig
 from msrun.parallel.exchange import messages
 from msrun.parallel.foreach.plain_steps import OutsideParameters
-from msrun.parallel.foreach.whole_values import take_given, take_numbers
+from msrun.parallel.foreach.whole_values import take_given, take_numbers, take_written
 from msrun.parallel.layout import EXPERT_COPIES
 from msrun.parallel.local import is_sharded, local_part
 from msrun.parallel.notation.mesh_layout import EXPERT_AXIS
@@ -53,6 +53,7 @@ _GIVEN = "the state dict that load_state_dict was given"
 _COMPUTED = "the plain tensors that the script computed with sharded parameters or gradients"
 _OPTION = "the optimizer's "
 _NUMBERS = "the numbers that the script multiplied or added to sharded parameters or gradients"
+_WRITTEN = "what the forward wrote to its parameters"
 _READ = "the batches of rt.loader"
 _FIRST_STEPS = frozenset([1, 3, 10, 30, 100, 300])
 _EVERY = 1000
@@ -121,6 +122,7 @@ class ReplicaDigest:
         self.outside = OutsideParameters()
         take_given()  # of a model before this one
         take_numbers()
+        take_written()
         self._optimizer: OptimizerRef | None = None
         self._given: Tensor | None = None
 
@@ -142,7 +144,7 @@ class ReplicaDigest:
 
     def _check_reduced(self) -> None:
         model = self._model()
-        if names := unreduced_gradients(model) if model else []:
+        if names := unreduced_gradients(model) if model is not None else []:
             raise ModelError(
                 f"the optimizer steps without the gradient of {names[0]}, which is that of a "
                 "gathered parameter and was not reduced",
@@ -220,6 +222,8 @@ class ReplicaDigest:
             yield _GIVEN, self._given
         if (given := take_given()) is not None:
             yield _COMPUTED, given.to(device)
+        if (written := take_written()) is not None:
+            yield _WRITTEN, written.to(device)
         if (numbers := take_numbers()) is not None:
             yield _NUMBERS, numbers.to(device)
         if self._optimizer and (optimizer := self._optimizer()):

@@ -40,6 +40,15 @@ def before_update(optimizer: torch.optim.Optimizer, call: Call) -> None:
         _replace_step(optimizer, change=change)
 
 
+def change_losses(optimizer: torch.optim.Optimizer, change: Callable[[Any], Any]) -> None:
+    """Have `optimizer.step` get what `change` makes of each loss that its closure returns."""
+
+    def wrap(_: object, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+        return _with_closure(args, kwargs, lambda closure: lambda: change(closure()))
+
+    optimizer.register_step_pre_hook(wrap)
+
+
 def after_step(optimizer: torch.optim.Optimizer, call: Call) -> None:
     """Have `optimizer.step` end with `call`."""
     try:
@@ -62,20 +71,34 @@ def _behind_closure(
         kwargs: Of the step.
         call: What comes behind the closure.
     """
+
+    def ending(closure: Callable[..., Any]) -> Callable[..., Any]:
+        def run(*inner: Any, **options: Any) -> Any:
+            loss = closure(*inner, **options)
+            call()
+            return loss
+
+        return run
+
+    changed = _with_closure(args, kwargs, ending)
+    if changed is None:
+        call()
+    return changed
+
+
+def _with_closure(
+    args: tuple[Any, ...],
+    kwargs: dict[str, Any],
+    change: Callable[[Callable[..., Any]], Callable[..., Any]],
+) -> tuple[tuple[Any, ...], dict[str, Any]] | None:
+    """Return the arguments of a step with what `change` makes of its closure; None without one."""
     own, *given = args
     closure = kwargs.get("closure", given[0] if given else None)
     if closure is None:
-        call()
         return None
-
-    def run(*inner: Any, **options: Any) -> Any:
-        loss = closure(*inner, **options)
-        call()
-        return loss
-
     if "closure" in kwargs:
-        return args, {**kwargs, "closure": run}
-    return (own, run, *given[1:]), kwargs
+        return args, {**kwargs, "closure": change(closure)}
+    return (own, change(closure), *given[1:]), kwargs
 
 
 def _replace_step(

@@ -5,7 +5,8 @@ whole, on all ranks, and torch computes no plain tensor with a DTensor.  In a fu
 element a rank needs its own part of it, so it takes that.  A number of sharded tensors, such as
 their norm, is a plain one beside plain tensors.  Ranks must have been given the same:
 what they were given is summed up, and compared with the replicas (`take_given`).  Noise as
-`torch.randn_like(param)` is drawn whole too, so that all parts are those of one process.
+`torch.randn_like(param)` and `param.normal_()` is drawn whole too, by all ranks from the generator
+of the first one, so that all parts are those of one process.
 
 What the model itself computes is left alone: there a plain tensor has samples, of which each rank
 has others.  So is what autograd would differentiate.
@@ -13,19 +14,22 @@ has others.  So is what autograd would differentiate.
 
 from __future__ import annotations
 
+import contextlib
 import sys
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from pathlib import Path
 from types import FrameType, TracebackType
 from typing import TYPE_CHECKING, Any
 
 import torch
+import torch.distributed as dist
 from torch import Tensor, nn
 
 from msrun.parallel import torch_compat
 from msrun.parallel.config import DATA_AXIS
+from msrun.parallel.exchange.generators import set_torch_states, torch_states
 from msrun.parallel.layout import EXPERT_COPIES
-from msrun.parallel.local import is_sharded, local_part
+from msrun.parallel.local import full_tensor, is_sharded, local_part
 
 if TYPE_CHECKING:
     from torch.distributed.tensor import DTensor
@@ -44,9 +48,11 @@ _UNKNOWN = ("mixed torch.Tensor and DTensor", "does not have a sharding strategy
 _HINT = (
     "torch computes no plain tensor with a sharded parameter or gradient here: call full_tensor() "
     "of the sharded ones on all ranks, and write results with param.copy_(whole) or "
-    "param.grad.copy_(whole) under torch.no_grad()"
+    "param.grad.copy_(whole) under torch.no_grad(); shard a copy that follows the model, such as "
+    "an average, with rt.shard too"
 )
 _given: list[Tensor] = []
+_written: list[Tensor] = []
 _numbers: list[Tensor] = []
 _part_of: list[PartOf] = []
 
@@ -73,11 +79,35 @@ def support_values(part_of: PartOf) -> None:
 
 def take_given() -> Tensor | None:
     """Return a number of each tensor that was taken since the last call; None without one."""
-    if not _given:
+    return _take_sum(_given)
+
+
+def note_written(whole: Tensor) -> None:
+    """Note what a forward wrote to a parameter, of which each rank keeps its part."""
+    _note(_written, whole)
+
+
+def take_written() -> Tensor | None:
+    """Return a number of each parameter that was written since the last call; None without one."""
+    return _take_sum(_written)
+
+
+def _take_sum(numbers: list[Tensor]) -> Tensor | None:
+    if not numbers:
         return None
-    total = torch.stack(_given).sum()  # in any order
-    _given.clear()
+    total = torch.stack(numbers).sum()  # in any order
+    numbers.clear()
     return total.reshape(1)
+
+
+def _note(numbers: list[Tensor], value: Tensor) -> None:
+    """Add a number of the values of a tensor."""
+    flat = value.detach().reshape(-1)
+    some = flat[:: max(1, flat.numel() // _ELEMENTS)].to(torch.float64)
+    places = torch.arange(1, some.numel() + 1, device=some.device, dtype=torch.float64)
+    numbers.append((some * places.cos()).sum().view(torch.int64))
+    if len(numbers) == _GIVEN_MAX:
+        numbers[:] = [torch.stack(numbers).sum()]
 
 
 def take_numbers() -> Tensor | None:
@@ -124,10 +154,8 @@ def _note_number(like: DTensor, value: Tensor | float) -> None:
 
     Each rank may have computed it from its own samples, as a loss, and no replicas would differ.
     """
-    names = like.device_mesh.mesh_dim_names or ()
-    placed = zip(names, like.placements, strict=False)
-    is_divided = any(name in _DATA_AXES and placement.is_shard() for name, placement in placed)
-    if not is_divided or (torch.is_grad_enabled() and like.requires_grad) or _is_in_model():
+    has_graph = torch.is_grad_enabled() and like.requires_grad
+    if has_graph or not _is_divided(like) or _is_in_model():
         return
     number = torch.as_tensor(value).detach().reshape(()).to(torch.float64, copy=True)
     _numbers.append(number.view(torch.int64))
@@ -135,13 +163,15 @@ def _note_number(like: DTensor, value: Tensor | float) -> None:
         _numbers[:] = [torch.stack([number.cpu() for number in _numbers]).sum()]
 
 
+def _is_divided(tensor: DTensor) -> bool:
+    """Return whether data-parallel ranks have parts of `tensor`."""
+    names = tensor.device_mesh.mesh_dim_names or ()
+    placed = zip(names, tensor.placements, strict=False)
+    return any(name in _DATA_AXES and placement.is_shard() for name, placement in placed)
+
+
 def _as_part(value: Tensor, like: DTensor) -> DTensor:
-    flat = value.detach().reshape(-1)
-    some = flat[:: max(1, flat.numel() // _ELEMENTS)].to(torch.float64)
-    places = torch.arange(1, some.numel() + 1, device=some.device, dtype=torch.float64)
-    _given.append((some * places.cos()).sum().view(torch.int64))
-    if len(_given) == _GIVEN_MAX:
-        _given[:] = [torch.stack(_given).sum()]
+    _note(_given, value)
     return _placed(value.detach(), like)
 
 
@@ -161,8 +191,39 @@ def _placed(whole: Tensor, like: DTensor) -> DTensor:
 
 def _drawn(operator: Any, like: DTensor, args: tuple[Any, ...], kwargs: dict[str, Any]) -> DTensor:
     """Return this rank's part of what `operator` draws for the whole of `like`."""
-    whole = torch.empty(like.shape, dtype=like.dtype, device=local_part(like).device)
-    return _placed(operator(whole, *args, **kwargs), like)
+    if operator is torch.ops.aten.bernoulli.default:
+        whole = full_tensor(like)  # of probabilities
+    else:
+        whole = torch.empty(like.shape, dtype=like.dtype, device=local_part(like).device)
+    args = tuple(full_tensor(value) if isinstance(value, Tensor) else value for value in args)
+    has_own = kwargs.get("generator") is not None
+    is_alike = has_own or not _is_divided(like) or _is_in_model()
+    with contextlib.nullcontext() if is_alike else _generators_of_first(like):
+        return _placed(operator(whole, *args, **kwargs), like)
+
+
+@contextlib.contextmanager
+def _generators_of_first(like: DTensor) -> Iterator[None]:
+    """Draw inside as the first rank of the mesh of `like`; all of them enter it together.
+
+    After `rt.shard` ranks of other samples have other generators, and the first has that of one
+    process.
+    """
+    device, mesh = local_part(like).device, like.device_mesh
+    own = torch_states(device)
+    states = []
+    for state in own:
+        sent = state.to(device if mesh.device_type != "cpu" else "cpu", copy=True)
+        for axis in range(mesh.ndim):
+            dist.broadcast(sent, group=mesh.get_group(axis), group_src=0)
+        states.append(sent.cpu())
+    is_alike = all(map(torch.equal, own, states))
+    set_torch_states(states, device)
+    try:
+        yield
+    finally:
+        if not is_alike:
+            set_torch_states(own, device)
 
 
 def _is_in_model() -> bool:

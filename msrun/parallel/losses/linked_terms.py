@@ -106,7 +106,12 @@ class LinkedTerms(TorchFunctionMode):
 
 def whole(value: Tensor) -> Tensor:
     """Return `value`, which is no part of the batch any more but has all of it."""
-    setattr(value, _SOURCES, (None,))
-    note_of_all_ranks(value)
+    forget(value)
     note_gathered(value)
     return value
+
+
+def forget(value: Tensor) -> None:
+    """Let `value` be computed from nothing: ranks have reduced or exchanged it."""
+    setattr(value, _SOURCES, (None,))
+    note_of_all_ranks(value)

@@ -49,6 +49,8 @@ _OF_ALL |= {"eigh", "eigvalsh", "eig", "eigvals", "inv", "slogdet", "cholesky", 
 # Those of which `columns` says more than nothing.
 _COLUMN_FUNCTIONS = _MEANS | _SUMS | _OPAQUE | _OF_ALL
 _PRODUCTS = frozenset(["matmul", "mm", "__matmul__", "__rmatmul__", "inner", "einsum"])
+# Of two matrices they have a value for each pair of rows.
+_OF_ROWS = _PRODUCTS | {"cdist"}
 # Their result takes places from an argument, and no pair of samples.
 _PLACING = frozenset(["__getitem__", "expand", "expand_as", "broadcast_to", "repeat", "new_zeros"])
 _PLACING |= {"gather", "index_select", "take_along_dim", "scatter", "zeros_like", "ones_like"}
@@ -74,17 +76,17 @@ def has_pairs(
         samples: Samples of this part of the batch.
         is_sample: Whether a tensor is computed from samples.
         in_model: Whether the function may be of the model itself, where dims may be equal by
-            chance: of products only those of matrices count, of others those of trained values
-            with samples in their first and in their second dim.
+            chance: of products and distances only those of matrices count, of others those of
+            trained values with samples in their first and in their second dim.
     """
     if shape[:2] != (samples, samples) or name in _PLACING:
         return False
     if samples == 1 and (name not in _PRODUCTS or len(shape) > 2):  # noqa: PLR2004 - a matrix
         return False
     tensors = [arg for arg in args if isinstance(arg, Tensor)]
-    if in_model and name in _PRODUCTS and len(shape) > 2:  # noqa: PLR2004 - a matrix
+    if in_model and name in _OF_ROWS and len(shape) > 2:  # noqa: PLR2004 - a matrix
         return False
-    if in_model and name not in _PRODUCTS:
+    if in_model and name not in _OF_ROWS:
         dims = {tuple(tensor.shape[:2]) for tensor in tensors if tensor.requires_grad}
         if not {(samples, 1), (1, samples)} <= dims:
             return False

@@ -175,6 +175,34 @@ def test_a_group_that_is_added_later(config):
     same(added, config, "sgd")
 
 
+def in_closures(config, kind):
+    """Compute losses and gradients in closures of the optimizer, as loops of Lightning do."""
+    runtime = msrun.init(config)
+    network = runtime.shard(build("mlp"))
+    make, options = KINDS[kind]
+    update = runtime.optimizer(make(network.parameters(), **options))
+    share, count = runtime.coordinate.get("dp", 0), runtime.layout.size("dp")
+    losses = []
+    for batch in batches("mlp"):
+        x, y = (tensor.chunk(count)[share] for tensor in batch)
+
+        def closure():
+            update.zero_grad()
+            loss = functional.cross_entropy(network(x), y)  # noqa: B023 - of this step
+            loss.backward()
+            return loss
+
+        losses.append(runtime.mean_over_data(update.step(closure)).item())
+    return losses
+
+
+@pytest.mark.sampled
+@pytest.mark.parametrize("config", MIXED)
+@pytest.mark.parametrize("kind", KINDS)
+def test_gradients_of_a_closure_are_those_of_its_step(kind, config):
+    same(in_closures, config, kind)
+
+
 def fails(config):
     """Return the options after a step that raised."""
     runtime = msrun.init(config)

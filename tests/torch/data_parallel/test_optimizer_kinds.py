@@ -127,6 +127,39 @@ def test_a_step_refuses_them_too():
     ]
 
 
+def in_a_plain_loop(config):
+    """Train by LBFGS, which computes the loss several times; return norms, or the refusal."""
+    runtime = msrun.init(config)
+    network = runtime.shard(build("mlp"))
+    update = torch.optim.LBFGS(network.parameters(), max_iter=4, line_search_fn="strong_wolfe")
+    x, y = (part.chunk(runtime.world_size)[runtime.rank] for part in batches("mlp")[0])
+
+    def closure():
+        update.zero_grad()
+        loss = functional.cross_entropy(network(x), y)
+        loss.backward()
+        return loss
+
+    try:
+        for _ in range(2):
+            update.step(closure)
+    except UsageError as error:
+        return error.message
+    return [param.norm().item() for param in network.parameters()]
+
+
+def test_what_needs_the_loss_again_trains_in_a_plain_loop():
+    expected = run_warm(in_a_plain_loop, 1, {})[0]
+
+    assert_equal_curves(run_warm(in_a_plain_loop, 2, {}), expected, 1e-4)
+
+
+@pytest.mark.parametrize(("config", "divided"), [("zero1", 6), ("tp", 4)])
+def test_what_needs_the_loss_again_is_refused_on_shards(config, divided):
+    said = f"LBFGS makes one vector of all gradients, and {divided} of its 6 parameters are sharded"
+    assert run_warm(in_a_plain_loop, 2, DIVIDED[config]) == [said] * 2
+
+
 def test_every_optimizer_of_torch_is_known():
     found = {name for name, kind in vars(torch.optim).items() if isinstance(kind, type)}
 

@@ -46,6 +46,23 @@ def noise_like(network, _):
         param.grad.sub_(torch.rand_like(param), alpha=0.1)
 
 
+def noise_of_one_process(network, _):
+    """Draw noise from the generators of ranks, which differ where their samples do."""
+    for param in network.parameters():
+        if param.dim() > 1:  # others may be whole, and ranks must draw those alike
+            param.grad.add_(torch.randn_like(param), alpha=0.1)
+
+
+def initialized_again(network, _):
+    """Begin a layer anew, by functions of torch that write at random."""
+    torch.nn.init.xavier_uniform_(network.fc1.weight)
+    torch.nn.init.normal_(network.fc2.weight, std=0.1)
+    gradient = network.fc1.weight.grad
+    gradient.mul_(torch.bernoulli(torch.full_like(gradient, 0.5)))
+    gradient.mul_(torch.randint_like(gradient, 1, 3))
+    gradient.mul_(torch.empty_like(gradient).exponential_())
+
+
 @torch.no_grad()
 def noise_of_weights(network, _):
     for param in network.parameters():
@@ -106,6 +123,8 @@ HABITS = [
     noise,
     noise_added,
     noise_like,
+    noise_of_one_process,
+    initialized_again,
     noise_of_weights,
     mask,
     pulled,

@@ -19,6 +19,7 @@ from msrun.parallel.losses.call_hook import CallHook, trains
 from msrun.parallel.losses.decided.decisions import Decisions
 from msrun.parallel.losses.plain_loops.weights import PlainLosses
 from msrun.parallel.rank_context import RankContext
+from msrun.parallel.torch_compat import is_differentiated
 
 
 class _ModelState(Protocol):
@@ -66,6 +67,8 @@ class PlainLoop:
         def begin(called: nn.Module, args: tuple[Any, ...], kwargs: Mapping[str, Any]) -> None:
             if calls(called):
                 losses.begin_call(called, tensors_in([args, kwargs]), mixes=not is_verified)
+            elif called is watched() and is_differentiated(called):
+                losses.warn_of_transforms()
 
         def end(called: nn.Module, args: tuple[Any, ...], kwargs: Any, output: Any) -> None:
             if calls(called):

@@ -24,7 +24,7 @@ import contextlib
 import warnings
 import weakref
 from collections.abc import Callable, Iterable, Iterator, Sequence
-from typing import Any, Literal, NamedTuple
+from typing import Any, Literal
 
 import torch
 import torch.distributed as dist
@@ -40,7 +40,15 @@ from msrun.parallel.local import full_tensor, is_sharded
 from msrun.parallel.losses.batch import tensors_in
 from msrun.parallel.losses.calls.unknown import warn_of_unknown
 from msrun.parallel.losses.linearity import derivatives
+from msrun.parallel.losses.linked_terms import forget
 from msrun.parallel.losses.own_gradients import is_gradient
+from msrun.parallel.losses.plain_loops.sums import (
+    Weight,
+    kind_of,
+    unlike_number,
+    unlike_ranks,
+    weights_by,
+)
 from msrun.parallel.losses.sample_watch import SampleWatch
 from msrun.parallel.losses.terms import Term
 from msrun.parallel.losses.watch import LossWatch
@@ -54,14 +62,17 @@ from msrun.parallel.torch_compat import (
 )
 
 _STEPS, _EVERY = (1, 2, 3, 10, 100), 1000
-_TOLERANCE = 1e-5  # relative: derivatives are in the type of the loss
 _HINT = (
     "rt.step divides by the count of all ranks; a loop may divide the sum by "
     "rt.mean_over_data(count), which all ranks have"
 )
+_NUMBERS_HINT = "take that of all ranks, rt.mean_over_data(value)"
 _GRADIENTS = (
     "gradients that torch.autograd.grad takes by parameters in this loop are those of this rank's "
     "samples, and no rank averages them"
+)
+_TRANSFORMED = (
+    "gradients that torch.func takes by parameters in this loop are those of this rank's samples"
 )
 _GRADIENTS_HINT = "call backward(), or average them with rt.mean_over_data"
 _COLLECTIVES = dist.all_reduce.__module__
@@ -71,30 +82,6 @@ _DIVIDED = (
     "forward computed with gathered ones"
 )
 _DIVIDED_HINT = f"call backward(), or choose `{ROOT}: {{optimizer: {{zero: 0}}}}`"
-
-
-class Weight(NamedTuple):
-    """What elements of a mean or sum weigh in a loss.
-
-    Args:
-        name: Of the function that computed it.
-        slope: Derivative of the loss by it.
-        divisor: What divides the sum, or 1.
-        kind: `sum` if nothing else was done with that, and `scaled` if it was multiplied by a
-            number that is in the script; any other term is `mean`.
-        follows_data: Whether another batch may have another weight.
-    """
-
-    name: str
-    slope: float
-    divisor: float
-    kind: Literal["mean", "sum", "scaled"]
-    follows_data: bool
-
-    @property
-    def value(self) -> float:
-        """The weight of an element; 0 if none counts."""
-        return self.slope / self.divisor if self.divisor else 0.0
 
 
 class PlainLosses:
@@ -109,6 +96,7 @@ class PlainLosses:
         self._open = contextlib.ExitStack()
         self._found: list[list[Weight]] = []
         self._warned: set[str] = set()
+        self._has_told = False  # of a number that ranks have others of
         # Models that return no loss: after a first call, functions inside are left alone.
         self._without_loss: weakref.WeakSet[nn.Module] = weakref.WeakSet()
 
@@ -176,7 +164,11 @@ class PlainLosses:
         if len({len(of_rank) for of_rank in every}) > 1:
             return
         for losses in zip(*every, strict=True):
-            _check(losses, dist.get_process_group_ranks(group), op)
+            ranks = dist.get_process_group_ranks(group)
+            _check(losses, ranks, op)
+            if not self._has_told and (number := unlike_number(losses, ranks)):
+                self._has_told = True
+                self._warn(number, _NUMBERS_HINT)
             scaled = [weight for weight in losses[0] if weight.kind == "scaled"]
             if scaled and op == "mean" and self._steps == 1:
                 self._warn(_scaled_problem(scaled[0], group.size()), _HINT)
@@ -195,11 +187,15 @@ class PlainLosses:
         finally:
             self._is_paused = False
 
-    def _note(self, loss: Tensor) -> None:
-        """Note what is differentiated."""
-        if self._window is None or self._is_paused or loss.numel() != 1:
+    def _note(self, loss: Tensor, gradient: Tensor | None = None) -> None:
+        """Note what is differentiated, and by which gradient where it is no number."""
+        if self._window is None or self._is_paused:
             return
         if not self._window.is_of_outputs(loss):  # of a model that the script trains by itself
+            return
+        if loss.numel() != 1:
+            if gradient is not None and self._window.has_samples(loss):
+                self._found.append(weights_by(full_tensor(gradient)))
             return
         try:
             mixture = self._window.mixture(loss)
@@ -220,6 +216,10 @@ class PlainLosses:
         if self._has_gradients:
             self._has_gradients = False
             self._warn(_GRADIENTS, _GRADIENTS_HINT)
+
+    def warn_of_transforms(self) -> None:
+        """Warn that torch.func takes gradients by parameters, which no backward pass reduces."""
+        self._warn(_TRANSFORMED, _GRADIENTS_HINT)
 
     def _warn(self, text: str, hint: str) -> None:
         if text not in self._warned:
@@ -249,11 +249,12 @@ class _Window(TorchFunctionMode):
     def __init__(
         self,
         batch: Sequence[Tensor],
-        note: Callable[[Tensor], None],
+        note: Callable[[Tensor, Tensor | None], None],
         note_gradients: Callable[..., None],
     ) -> None:
         super().__init__()
         self._note, self._note_gradients = note, note_gradients
+        self._samples = _samples(batch)
         self._losses = LossWatch(_samples(batch), inputs=batch)
         self._mixtures: list[SampleWatch] = []
         self._problem: ModelError | None = None
@@ -277,11 +278,13 @@ class _Window(TorchFunctionMode):
             return func(*args, **kwargs)  # of a tracer
         if func is Tensor.backward:
             self.has_ended = True
-            self._note(args[0])
+            self._note(args[0], kwargs.get("gradient", (*args[1:], None)[0]))
             with refused_penalties():
                 return func(*args, **kwargs)
         if getattr(func, "__module__", "") == _COLLECTIVES:
             self._note_gradients(are_averaged=True)
+            for tensor in tensors_in([args, kwargs]):
+                forget(tensor)
         if is_gradient(func):
             with self._taking_gradients(*args, **kwargs):
                 return self._watched(func, types, args, kwargs)
@@ -333,6 +336,10 @@ class _Window(TorchFunctionMode):
             if tensor.numel() != 1:
                 self._losses.take(tensor)
                 self._losses.follow_rows(len(tensor))
+
+    def has_samples(self, loss: Tensor) -> bool:
+        """Return whether `loss` has one number for each sample."""
+        return loss.numel() == self._samples
 
     def is_of_outputs(self, loss: Tensor) -> bool:
         """Return whether `loss` depends on an output of a model."""
@@ -397,15 +404,13 @@ def _weights(terms: Sequence[Term], loss: Tensor) -> list[Weight]:
             continue
         count = 1.0 if term.count is None else float(term.limit(term.count))
         weight = float(slope) * term.factor
-        follows = weight != 1.0 and not term.is_by_hand if term.is_sum else count != term.elements
-        found.append(Weight(term.name, weight, count, _kind(term, weight), follows))
+        is_known = term.is_by_hand or abs(weight) == 1.0
+        follows = not is_known if term.is_sum else count != term.elements
+        kind = kind_of(term, weight, loss)
+        found.append(Weight(term.name, weight, count, kind, follows_data=follows))
+    numbers = [term for term in terms if term.mean is not None and not term.mean.requires_grad]
+    found += [Weight(term.name, float(term.value), 1.0, "number") for term in numbers]
     return found
-
-
-def _kind(term: Term, weight: float) -> Literal["mean", "sum", "scaled"]:
-    if not term.is_sum or term.is_by_hand:
-        return "mean"
-    return "sum" if weight == 1.0 else "scaled" if term.is_scaled else "mean"
 
 
 def _check(
@@ -419,10 +424,10 @@ def _check(
     if len({tuple(weight.name for weight in loss) for loss in losses}) > 1:
         return  # ranks took other paths
     for weights in zip(*losses, strict=True):
-        values = [weight.value for weight in weights]
-        first, last = sorted((values.index(min(values)), values.index(max(values))))
-        spread = abs(values[first] - values[last])
-        if spread > _TOLERANCE * max(abs(values[first]), abs(values[last])):
+        if weights[0].kind == "number":
+            continue
+        if unlike := unlike_ranks(weights):
+            first, last = unlike
             text = _unlike(weights[first], ranks[first], weights[last], ranks[last])
             raise ModelError(text, hint=_HINT)
         if op == "mean" and all(weight.kind == "sum" for weight in weights):
