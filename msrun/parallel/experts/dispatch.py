@@ -27,6 +27,7 @@ import torch.distributed as dist
 from torch import Tensor
 from torch.autograd import Function
 
+from msrun.parallel.collectives import apply_function
 from msrun.parallel.torch_compat import functional_collective
 
 # Ranks, the rows that go to each, and the rows that come from each.
@@ -87,13 +88,13 @@ def route(index: Tensor, experts: int, group: dist.ProcessGroup) -> Route:
 
 def taken(x: Tensor, way: Route) -> Tensor:
     """Return the row of `x` of each pair, in the order in which pairs are sent."""
-    found: Tensor = _apply(_Taken, x, way.order, way.rows, way.choices)
+    found: Tensor = apply_function(_Taken, x, way.order, way.rows, way.choices)
     return found
 
 
 def summed(x: Tensor, way: Route) -> Tensor:
     """Return the sum of the pairs of each row, given in the order in which they were sent."""
-    found: Tensor = _apply(_Summed, x, way.order, way.rows, way.choices)
+    found: Tensor = apply_function(_Summed, x, way.order, way.rows, way.choices)
     return found
 
 
@@ -111,8 +112,10 @@ def sent(
     """
     peers = group, way.sent, way.received
     if weights.element_size() % x.element_size():
-        return _apply(_Sent, peers, 1 / share, x), _apply(_Sent, peers, 1 / share, weights)
-    arrived, factors = _apply(_SentTogether, peers, 1 / share, x, weights)
+        return apply_function(_Sent, peers, 1 / share, x), apply_function(
+            _Sent, peers, 1 / share, weights
+        )
+    arrived, factors = apply_function(_SentTogether, peers, 1 / share, x, weights)
     return arrived, factors
 
 
@@ -125,7 +128,7 @@ def sent_back(x: Tensor, way: Route, group: dist.ProcessGroup, share: float) -> 
         group: Ranks that share the experts.
         share: Factor of the gradients that the experts get.  There are fewer rows than weights.
     """
-    found: Tensor = _apply(_Sent, (group, way.received, way.sent), share, x)
+    found: Tensor = apply_function(_Sent, (group, way.received, way.sent), share, x)
     return found
 
 
@@ -139,7 +142,7 @@ class _Taken(Function):
     @staticmethod
     def backward(ctx: Any, gradient: Tensor) -> tuple[Tensor | None, ...]:
         (order,) = ctx.saved_tensors
-        return _apply(_Summed, gradient, order, *ctx.sizes), None, None, None
+        return apply_function(_Summed, gradient, order, *ctx.sizes), None, None, None
 
 
 class _Summed(Function):
@@ -156,7 +159,7 @@ class _Summed(Function):
     @staticmethod
     def backward(ctx: Any, gradient: Tensor) -> tuple[Tensor | None, ...]:
         (order,) = ctx.saved_tensors
-        return _apply(_Taken, gradient, order, *ctx.sizes), None, None, None
+        return apply_function(_Taken, gradient, order, *ctx.sizes), None, None, None
 
 
 class _Sent(Function):
@@ -168,7 +171,7 @@ class _Sent(Function):
 
     @staticmethod
     def backward(ctx: Any, gradient: Tensor) -> tuple[Tensor | None, ...]:
-        return None, None, _times(_apply(_Sent, ctx.back, 1.0, gradient), ctx.factor)
+        return None, None, _times(apply_function(_Sent, ctx.back, 1.0, gradient), ctx.factor)
 
 
 class _SentTogether(Function):
@@ -188,13 +191,9 @@ class _SentTogether(Function):
 
     @staticmethod
     def backward(ctx: Any, gradient: Tensor, of_weights: Tensor) -> tuple[Tensor | None, ...]:
-        both = _apply(_SentTogether, ctx.back, 1.0, gradient, of_weights.contiguous())
+        both = apply_function(_SentTogether, ctx.back, 1.0, gradient, of_weights.contiguous())
         return None, None, *(_times(part, ctx.factor) for part in both)
 
 
 def _times(x: Tensor, factor: float) -> Tensor:
     return x if factor == 1 else x * factor
-
-
-def _apply(function: type[Function], *arguments: Any) -> Any:
-    return function.apply(*arguments)
