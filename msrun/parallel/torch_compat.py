@@ -1900,6 +1900,11 @@ def without_functions() -> AbstractContextManager[Any]:
     return disabled
 
 
+def of_plain(*values: Any) -> AbstractContextManager[Any]:
+    """Return a context in which no mode sees functions, if `values` are plain tensors alone."""
+    return without_functions() if all(type(value) is Tensor for value in values) else nullcontext()
+
+
 def with_values() -> AbstractContextManager[Any]:
     """Return a context that leaves the mode of `fake_tensors`."""
     from torch._subclasses.fake_tensor import unset_fake_temporarily

@@ -215,8 +215,11 @@ class _Lookup:
             last = counts.cumsum(0).repeat_interleave(fields // parts)
             self._bounds = last - counts.repeat_interleave(fields // parts), last
         low, end = self._bounds
-        flat = ids.reshape(-1, fields)
-        if len(flat) and ((flat.amin(0) < low) | (flat.amax(0) >= end)).any():
+        if not ids.numel():
+            return
+        # One read of all ids, and not three.
+        least, most = torch.aminmax(ids.reshape(-1, fields), dim=0)
+        if ((least < low) | (most >= end)).any():
             is_other = (ids < low) | (ids >= end)
             field = int(is_other.nonzero()[0, -1])
             number = int(ids[is_other][0])
