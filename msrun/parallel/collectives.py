@@ -51,7 +51,7 @@ def all_reduce(x: Tensor, axis: Axis, op: Literal["sum", "mean", "max"] = "sum")
         raise UsageError(f"all_reduce: op {op!r} has no gradient here (choose sum, mean or max)")
     if group.size() == 1:
         return x
-    total: Tensor = _apply(_Max if op == "max" else _Sum, x, group)
+    total: Tensor = apply_function(_Max if op == "max" else _Sum, x, group)
     return total / group.size() if op == "mean" else total
 
 
@@ -62,7 +62,7 @@ def all_gather(x: Tensor, axis: Axis, dim: int = 0) -> Tensor:
     """
     group = _group(x, axis, "all_gather")
     dim = _dim(x, dim, "all_gather", axis)
-    return x if group.size() == 1 else _apply(_Gather, x, group, dim)
+    return x if group.size() == 1 else apply_function(_Gather, x, group, dim)
 
 
 def gather_batch(context: RankContext, x: Tensor, dim: int = 0) -> Tensor:
@@ -112,7 +112,7 @@ def reduce_scatter(x: Tensor, axis: Axis, dim: int = 0) -> Tensor:
     """
     group = _group(x, axis, "reduce_scatter")
     dim = _dim(x, dim, "reduce_scatter", axis, parts=group.size())
-    return x if group.size() == 1 else _apply(_ReduceScatter, x, group, dim)
+    return x if group.size() == 1 else apply_function(_ReduceScatter, x, group, dim)
 
 
 def all_to_all(x: Tensor, axis: Axis, split_dim: int, concat_dim: int) -> Tensor:
@@ -127,7 +127,7 @@ def all_to_all(x: Tensor, axis: Axis, split_dim: int, concat_dim: int) -> Tensor
     group = _group(x, axis, "all_to_all")
     split_dim = _dim(x, split_dim, "all_to_all", axis, parts=group.size())
     concat_dim = _dim(x, concat_dim, "all_to_all", axis)
-    return x if group.size() == 1 else _apply(_AllToAll, x, group, split_dim, concat_dim)
+    return x if group.size() == 1 else apply_function(_AllToAll, x, group, split_dim, concat_dim)
 
 
 def broadcast(x: Tensor, axis: Axis, src: int = 0) -> Tensor:
@@ -145,7 +145,7 @@ def broadcast(x: Tensor, axis: Axis, src: int = 0) -> Tensor:
         raise UsageError(
             f"broadcast over {_shown(axis)}: src {src} is no rank of it (0 to {group.size() - 1})"
         )
-    return x if group.size() == 1 else _apply(_Broadcast, x, group, src)
+    return x if group.size() == 1 else apply_function(_Broadcast, x, group, src)
 
 
 def neighbor_exchange(
@@ -178,7 +178,7 @@ def neighbor_exchange(
     if ring and group.size() == 1:
         return to_next, to_previous
     peers = _neighbors(group, ring=ring)
-    received: list[Tensor] = list(_apply(_Exchange, to_previous, to_next, group, peers))
+    received: list[Tensor] = list(apply_function(_Exchange, to_previous, to_next, group, peers))
     for index, peer in enumerate(peers):
         if peer is None and fill:
             received[index] = received[index] + fill
@@ -215,7 +215,7 @@ class _Sum(Function):
 
     @staticmethod
     def backward(ctx: Any, gradient: Tensor) -> tuple[Tensor | None, ...]:
-        return _apply(_Sum, gradient, ctx.group), None
+        return apply_function(_Sum, gradient, ctx.group), None
 
 
 class _Max(Function):
@@ -232,8 +232,8 @@ class _Max(Function):
         # parts add up to it once.
         (is_largest,) = ctx.saved_tensors
         share = is_largest.to(gradient.dtype)
-        share = share / _apply(_Sum, share, ctx.group)
-        return _apply(_Sum, gradient, ctx.group) * share, None
+        share = share / apply_function(_Sum, share, ctx.group)
+        return apply_function(_Sum, gradient, ctx.group) * share, None
 
 
 class _Gather(Function):
@@ -248,7 +248,7 @@ class _Gather(Function):
 
     @staticmethod
     def backward(ctx: Any, gradient: Tensor) -> tuple[Tensor | None, ...]:
-        return _apply(_ReduceScatter, gradient, ctx.group, ctx.dim), None, None
+        return apply_function(_ReduceScatter, gradient, ctx.group, ctx.dim), None, None
 
 
 class _ReduceScatter(Function):
@@ -261,7 +261,7 @@ class _ReduceScatter(Function):
 
     @staticmethod
     def backward(ctx: Any, gradient: Tensor) -> tuple[Tensor | None, ...]:
-        return _apply(_Gather, gradient, ctx.group, ctx.dim), None, None
+        return apply_function(_Gather, gradient, ctx.group, ctx.dim), None, None
 
 
 class _AllToAll(Function):
@@ -278,7 +278,7 @@ class _AllToAll(Function):
 
     @staticmethod
     def backward(ctx: Any, gradient: Tensor) -> tuple[Tensor | None, ...]:
-        return _apply(_AllToAll, gradient, ctx.group, *ctx.dims), None, None, None
+        return apply_function(_AllToAll, gradient, ctx.group, *ctx.dims), None, None, None
 
 
 class _Broadcast(Function):
@@ -289,7 +289,7 @@ class _Broadcast(Function):
 
     @staticmethod
     def backward(ctx: Any, gradient: Tensor) -> tuple[Tensor | None, ...]:
-        total = _apply(_Sum, gradient, ctx.group)
+        total = apply_function(_Sum, gradient, ctx.group)
         # Zeros, not None: the other ranks must take part in collectives further back.
         return total * float(ctx.group.rank() == ctx.src), None, None
 
@@ -304,7 +304,7 @@ class _Exchange(Function):
 
     @staticmethod
     def backward(ctx: Any, from_previous: Tensor, from_next: Tensor) -> tuple[Tensor | None, ...]:
-        gradients = _apply(_Exchange, from_previous, from_next, ctx.group, ctx.peers)
+        gradients = apply_function(_Exchange, from_previous, from_next, ctx.group, ctx.peers)
         return (*gradients, None, None)
 
 
@@ -393,7 +393,8 @@ def _shown(axis: Axis) -> str:
     return f"axis {axis}" if isinstance(axis, str) else f"a group of {axis.size()} ranks"
 
 
-def _apply(function: type[Function], *arguments: Any) -> Any:
+def apply_function(function: type[Function], *arguments: Any) -> Any:
+    """Return what `function` makes of `arguments`, in less time where gradients are off."""
     if torch.is_grad_enabled():
         return function.apply(*arguments)
     # As autograd does then, in less time: backward passes and functions of autograd come here.

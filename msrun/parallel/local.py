@@ -10,6 +10,7 @@ import sys
 from collections.abc import Callable
 from typing import TYPE_CHECKING, Any, TypeGuard
 
+import torch
 from torch import Tensor, nn
 from torch.autograd import Function
 from torch.nn import Parameter
@@ -19,6 +20,8 @@ from msrun.parallel import torch_compat
 if TYPE_CHECKING:
     from torch.distributed.tensor import DTensor
     from torch.distributed.tensor.placement_types import Placement
+
+_SPECS = torch_compat.ShardSpecs()
 
 
 def is_sharded(tensor: Tensor) -> TypeGuard[DTensor]:
@@ -95,7 +98,9 @@ class _Number(Function):
     def backward(ctx: Any, gradient: Tensor) -> DTensor:
         from torch.distributed.tensor import DTensor, Replicate
 
-        whole = [Replicate()] * ctx.mesh.ndim
+        whole = (Replicate(),) * ctx.mesh.ndim
+        if not torch.is_grad_enabled():
+            return _SPECS.tensor(gradient, ctx.mesh, whole)
         return DTensor.from_local(gradient, ctx.mesh, whole, run_check=False)
 
 

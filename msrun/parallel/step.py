@@ -43,7 +43,7 @@ from msrun.parallel.losses.tally import LossTally, TallyRanks
 from msrun.parallel.losses.terms import PartLoss
 from msrun.parallel.rank_context import EpochEnd, RankContext
 from msrun.parallel.sharded_model import ShardedModel
-from msrun.parallel.torch_compat import eagerly, is_compiled
+from msrun.parallel.torch_compat import eagerly, is_compiled, of_plain
 from msrun.parallel.uneven_rows.rows import rows_of
 
 if TYPE_CHECKING:
@@ -306,10 +306,10 @@ def _train(
             else:
                 run = partial(compute, part, known if dim else samples)
                 loss = uncarried(sharded.decisions, part, run, tally.refuse_if)
-            if must_join:
-                _check_joins(context, sharded, loss.value)
+            _check_joins(context, sharded, loss.value)
             absent += not depends(loss.value)
-            tally.add(loss, samples)
+            with of_plain(loss.value, *loss.terms):
+                tally.add(loss, samples)
             if is_last:
                 sharded.decisions.settle()
                 tally.note_unreached(absent)
@@ -387,7 +387,7 @@ def _check_joins(context: RankContext, sharded: ShardedModel, loss: Tensor) -> N
     """Refuse a loss whose backward pass would take no part in what ranks do there together."""
     if sharded.order:
         sharded.order.check_trains(loss)
-    elif not loss.requires_grad:
+    elif sharded.exchanges_tokens and not loss.requires_grad:
         raise RanksDisagreeError(
             f"the loss of rank {context.rank} depends on no parameter that is trained, and the "
             "experts of other ranks wait for its tokens",
@@ -457,8 +457,7 @@ def _loss(
     """
     inputs = tensors_in([part.inputs, part.named])
     if loss_fn is None:
-        whole = tally.is_whole
-        run = partial(model, *part.inputs, **part.named)
+        run, whole = partial(model, *part.inputs, **part.named), tally.is_whole
         return tally.measure(lambda: own_loss(run(), is_whole=whole), samples, inputs=inputs)
     output = model(*part.inputs, **part.named)
     data = tensors_in([output, part.target])

@@ -217,7 +217,7 @@ def functional_collective(name: str, x: Tensor, *options: Any, group: dist.Proce
         group: Group whose ranks all call this.
     """
     operators = torch.ops._c10d_functional  # noqa: SLF001 - the public operators are in place
-    with _below_autograd():
+    with _below_autograd(x):
         begun = getattr(operators, name)(x, *options, group.group_name)
         found: Tensor = operators.wait_tensor(begun)
     return found
@@ -228,23 +228,23 @@ def begin_collective(
 ) -> Callable[[], Tensor]:
     """Start `functional_collective`, and return what waits for it and returns its result."""
     operators = torch.ops._c10d_functional  # noqa: SLF001 - the public operators are in place
-    with _below_autograd():
+    with _below_autograd(x):
         begun = getattr(operators, name)(x, *options, group.group_name)
     return partial(_waited, begun)
 
 
 def _waited(begun: Tensor) -> Tensor:
-    with _below_autograd():
+    with _below_autograd(begun):
         found: Tensor = torch.ops._c10d_functional.wait_tensor(begun)  # noqa: SLF001
     return found
 
 
-def _below_autograd() -> AbstractContextManager[Any]:
-    """Return a context in which operators go past autograd, if it records nothing anyway.
+def _below_autograd(x: Tensor) -> AbstractContextManager[Any]:
+    """Return a context in which operators go past autograd, if it records nothing of `x` anyway.
 
     torch has formulas of collectives in Python, which take longer than to begin one.
     """
-    if torch.is_grad_enabled():
+    if x.requires_grad and torch.is_grad_enabled():
         return nullcontext()
     below: AbstractContextManager[Any] = torch._C._AutoDispatchBelowAutograd()  # noqa: SLF001
     return below
@@ -1819,6 +1819,12 @@ def parameters_replaced(module: nn.Module, tensors: dict[str, Tensor]) -> Iterat
         own.update(kept)
 
 
+def parameters_of(module: nn.Module) -> dict[str, nn.Parameter | None]:
+    """Return the parameters of `module` itself by name, in less time than `named_parameters`."""
+    found: dict[str, nn.Parameter | None] = module._parameters  # noqa: SLF001
+    return found
+
+
 def own_parameters(model: nn.Module) -> list[tuple[nn.Module, dict[str, Any]]]:
     """Return each module that has parameters with these by name, at each place that it has.
 
@@ -2030,6 +2036,11 @@ def without_functions() -> AbstractContextManager[Any]:
     """Return a context in which no mode and no subclass sees what functions of torch are called."""
     disabled: AbstractContextManager[Any] = torch._C.DisableTorchFunction()  # noqa: SLF001
     return disabled
+
+
+def of_plain(*values: Any) -> AbstractContextManager[Any]:
+    """Return a context in which no mode sees functions, if `values` are plain tensors alone."""
+    return without_functions() if all(type(value) is Tensor for value in values) else nullcontext()
 
 
 def with_values() -> AbstractContextManager[Any]:

@@ -10,7 +10,8 @@ hooks before the step and before the hooks after it, and the script never sees t
 
 Sharded parameters are updated with `foreach`, as torch does on accelerators, and once they have a
 state, the update gets this rank's parts: on a small part the dispatch of a DTensor operator costs
-more than its arithmetic.  The state stays that of DTensors.  Results are equal to the last bit.
+more than its arithmetic.  Large parts on a host are updated one by one: its cache has room for one,
+and not for all.  The state stays that of DTensors.  Results are equal to the last bit.
 
 Rejected: a function mode around the step that splits the lists of each operator.  An optimizer
 reads attributes of each parameter a dozen times, and each read would pass through the mode: a step
@@ -23,7 +24,7 @@ import contextlib
 import functools
 import re
 import weakref
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Collection, Iterator, Mapping
 from typing import Any
 
 import torch
@@ -38,6 +39,8 @@ from msrun.parallel.local import is_sharded
 # mesh axes with which the first `foreach` step is quick.
 _OF_LISTS = (torch.optim.SGD, torch.optim.Adam, torch.optim.AdamW)
 _LIST_AXES_MAX = 2
+# Mean size of parts from which a host updates them faster one by one, as measured.
+_LARGE_BYTES = 2**17
 _MARK = "updates_mixed_groups"
 
 Update = Callable[..., Any]
@@ -180,6 +183,7 @@ def _on_parts(optimizer: torch.optim.Optimizer, groups: list[dict[str, Any]]) ->
         found = _parts(trained, optimizer.state)
         if found:
             group["params"] = [*found]
+            group["foreach"] = not _are_large(found)
             updated += trained
             states |= found
     optimizer.state.update(states)
@@ -190,6 +194,12 @@ def _on_parts(optimizer: torch.optim.Optimizer, groups: list[dict[str, Any]]) ->
             del optimizer.state[part]
     # Autograd looks here for what was written since the forward.
     torch.autograd.graph.increment_version(updated)
+
+
+def _are_large(parts: Collection[Tensor]) -> bool:
+    """Return whether a host updates `parts` faster one by one than with `foreach`."""
+    on_host = [part.nbytes for part in parts if part.device.type == "cpu"]
+    return sum(on_host) > _LARGE_BYTES * len(parts)
 
 
 def _parts(params: list[Parameter], states: Mapping[Tensor, Any]) -> dict[Tensor, dict[str, Any]]:

@@ -32,6 +32,7 @@ import torch.distributed as dist
 from torch import Tensor
 from torch.autograd import Function
 
+from msrun.parallel.collectives import apply_function
 from msrun.parallel.experts.travel import travelling
 from msrun.parallel.torch_compat import functional_collective
 
@@ -142,13 +143,13 @@ def _by_piece(flat: Tensor, shape: tuple[int, int], first: int) -> Tensor:
 
 def taken(x: Tensor, way: Route) -> Tensor:
     """Return the row of `x` of each pair, in the order in which pairs are sent."""
-    found: Tensor = _apply(_Taken, x, way.order, way.rows, way.choices)
+    found: Tensor = apply_function(_Taken, x, way.order, way.rows, way.choices)
     return found
 
 
 def summed(parts: Sequence[Tensor], way: Route) -> Tensor:
     """Return the sum of the pairs of each row, given for each piece as they were sent."""
-    found: Tensor = _apply(_Summed, way.order, way.rows, way.choices, *parts)
+    found: Tensor = apply_function(_Summed, way.order, way.rows, way.choices, *parts)
     return found
 
 
@@ -193,7 +194,7 @@ class _Taken(Function):
     @staticmethod
     def backward(ctx: Any, gradient: Tensor) -> tuple[Tensor | None, ...]:
         (order,) = ctx.saved_tensors
-        return _apply(_Summed, order, *ctx.sizes, gradient), None, None, None
+        return apply_function(_Summed, order, *ctx.sizes, gradient), None, None, None
 
 
 class _Summed(Function):
@@ -213,9 +214,5 @@ class _Summed(Function):
     @staticmethod
     def backward(ctx: Any, gradient: Tensor) -> tuple[Tensor | None, ...]:
         (order,) = ctx.saved_tensors
-        pairs = _apply(_Taken, gradient, order, *ctx.sizes)
+        pairs = apply_function(_Taken, gradient, order, *ctx.sizes)
         return None, None, None, *pairs.split(ctx.lengths)
-
-
-def _apply(function: type[Function], *arguments: Any) -> Any:
-    return function.apply(*arguments)

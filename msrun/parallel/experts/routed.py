@@ -42,7 +42,7 @@ from typing import Any
 
 from torch import Tensor, nn
 from torch.distributed.device_mesh import DeviceMesh
-from torch.distributed.tensor import Replicate, Shard, distribute_tensor
+from torch.distributed.tensor import DTensor, Replicate, Shard, distribute_tensor
 from torch.distributed.tensor.placement_types import Placement
 from torch.nn import Parameter
 
@@ -56,7 +56,7 @@ from msrun.parallel.experts.dispatch import ExpertPiece, route, sent, sent_back,
 from msrun.parallel.experts.probe import Probe
 from msrun.parallel.foreach.lists import support_lists
 from msrun.parallel.layout import EXPERT_COPIES
-from msrun.parallel.local import is_sharded, replace_parameter
+from msrun.parallel.local import replace_parameter
 from msrun.parallel.notation.mesh_layout import EXPERT_AXIS
 from msrun.parallel.rank_context import RankContext
 from msrun.parallel.tensor.placements import part_of
@@ -192,8 +192,9 @@ class _Routed:
 def _own_weights(module: nn.Module, sizes: Sequence[int]) -> list[dict[str, Tensor]]:
     """Return the weights of this rank's experts, of `sizes` of them one after the other."""
     own = {
-        name: part_of(param) if is_sharded(param) else param
-        for name, param in module.named_parameters(recurse=False)
+        name: part_of(param) if isinstance(param, DTensor) else param
+        for name, param in torch_compat.parameters_of(module).items()
+        if param is not None
     }
     if len(sizes) == 1:
         return [own]
@@ -205,16 +206,16 @@ def _own_weights(module: nn.Module, sizes: Sequence[int]) -> list[dict[str, Tens
 def _own_number(module: nn.Module, experts: int, number: int) -> Iterator[None]:
     """Have attributes with the number of all `experts` say the `number` of this rank's, inside."""
     attributes = vars(module)
-    names = [name for name, value in attributes.items() if _counts(name, value, experts)]
+    names = [
+        name
+        for name, value in attributes.items()
+        if type(value) is int and value == experts and "expert" in name
+    ]
     attributes.update(dict.fromkeys(names, number))
     try:
         yield
     finally:
         attributes.update(dict.fromkeys(names, experts))
-
-
-def _counts(name: str, value: Any, experts: int) -> bool:
-    return type(value) is int and value == experts and "expert" in name
 
 
 def bound(output: Tensor, own: Mapping[str, Tensor]) -> Tensor:

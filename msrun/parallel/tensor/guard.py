@@ -69,6 +69,7 @@ from msrun.parallel.tensor import (
 )
 from msrun.parallel.tensor.attention import attend
 from msrun.parallel.tensor.placements import Layouts, on_mesh
+from msrun.parallel.tensor.samples import quick
 
 Function = Callable[..., Any]
 
@@ -227,6 +228,9 @@ class Guard(TorchFunctionMode):
             is_verified = name in VERIFIED or (func in self._special and func not in _ON_SHARDS)
             if not is_verified or not isinstance(args[0], DTensor):
                 return self._write(func, name, args, kwargs)
+        by_sample = quick.FUNCTIONS.get(func)
+        if by_sample and (found := by_sample(self.late, *args, **kwargs)) is not None:
+            return found
         args = tuple(map(self._as_dtensor, args))
         kwargs = {key: self._as_dtensor(value) for key, value in kwargs.items()}
         if func in self._special:
@@ -343,8 +347,7 @@ class Guard(TorchFunctionMode):
         return None if name == "__setitem__" else target
 
     def _copy(self, target: DTensor, src: DTensor, *_: Any, **__: Any) -> DTensor:
-        same = src if src.shape == target.shape else src.expand(target.shape)
-        self._overwrite(target, same)
+        self._overwrite(target, src if src.shape == target.shape else src.expand(target.shape))
         return target
 
     def _overwrite(self, target: DTensor, value: Tensor) -> None:
@@ -379,16 +382,14 @@ class Guard(TorchFunctionMode):
 
     def _attend(self, *args: Any, **options: Any) -> Any:
         """Run attention by sample and head, on shards."""
-        output = attend(self._dropout, *args, **options)
-        if output is not None:
+        if (output := attend(self._dropout, *args, **options)) is not None:
             return output
         function = functional.scaled_dot_product_attention
         return self._run_replicated(function, function.__name__, args, options)
 
     def _normalize(self, on_parts: Function, *args: Any, **options: Any) -> Any:
         """Run a norm over a sharded last dim on shards; elsewhere as torch does."""
-        output = on_parts(*args, **options)
-        if output is not None:
+        if (output := on_parts(*args, **options)) is not None:
             return output
         name = on_parts.__name__
         function = getattr(functional, name)
@@ -415,10 +416,8 @@ class Guard(TorchFunctionMode):
         is_view = func in shard_functions.VIEWS
         on_shard = _ON_SHARDS[func]
         if all(map(shard_functions.is_even, tensors)):
-            result = None
-            if not is_view or shard_functions.is_packed(tensors[0]):
-                result = on_shard(*args, **options)
-            if result is not None:
+            is_run = not is_view or shard_functions.is_packed(tensors[0])
+            if is_run and (result := on_shard(*args, **options)) is not None:
                 return result
         if is_view and not shard_functions.is_packed(tensors[0]):
             with contextlib.suppress(RuntimeError):  # such as heads that do not divide

@@ -30,7 +30,7 @@ from msrun.parallel.local import replace_parameter
 from msrun.parallel.tensor.guard import Guard
 from msrun.parallel.tensor.hooks import placing
 from msrun.parallel.tensor.outputs import plain
-from msrun.parallel.tensor.placements import on_mesh, part_of
+from msrun.parallel.tensor.placements import on_mesh
 from msrun.parallel.tensor.plan import ModulePlan
 from msrun.parallel.uneven_rows.rows import RowRange, TablePart
 
@@ -105,28 +105,30 @@ class _Lookup:
         self._module: Any = module  # one of two classes, with the same attributes
         self._mesh, self._guard, self._put = mesh, guard, put
         self._axis = (mesh.mesh_dim_names or ()).index(rows.axis)
+        # One object, by which what is known of its layout is found.
+        self._by_samples = self._placements(Shard(0))
         self._bounds: tuple[Tensor, Tensor] | None = None
         self.__wrapped__ = module.forward  # `inspect.signature` follows it
 
     def __call__(self, input: Tensor, *args: Any, **kwargs: Any) -> Any:  # noqa: A002
         self._guard.resume()
-        ids = plain(input, may_be_sharded=False)
-        by_field = self._look_up(ids)
-        if isinstance(self._module, nn.EmbeddingBag):
-            found: Tensor = self._bags(ids, self._by_sample(by_field), *args, **kwargs)
-        elif self._put is None:
-            found = self._by_sample(by_field)
-        else:
-            found = by_field
-        if self._put is not None:
-            found = self._put(found)
+        with torch_compat.unseen_by(self._guard):
+            found = self._found(plain(input, may_be_sharded=False), *args, **kwargs)
         if not torch_compat.is_active(self._guard):  # the script calls a submodule directly
             return plain(found, may_be_sharded=False)
-        is_whole = isinstance(found, DTensor) and all(p.is_replicate() for p in found.placements)
-        return found.to_local() if is_whole else found  # type: ignore[attr-defined]
+        is_whole = all(placement.is_replicate() for placement in found.placements)
+        return found.to_local() if is_whole else found
 
-    def _look_up(self, ids: Tensor) -> DTensor:
-        """Return the rows of all ids, sharded by field: each rank looks up its own."""
+    def _found(self, ids: Tensor, *args: Any, **kwargs: Any) -> DTensor:
+        """Return what the module returns of all ids, where the plan wants it."""
+        rows = self._look_up(ids)
+        if isinstance(self._module, nn.EmbeddingBag):
+            bags = self._bags(ids, self._by_sample(rows), *args, **kwargs)
+            return bags if self._put is None else self._put(bags)
+        return self._by_sample(rows) if self._put is None else self._put(self._by_field(rows))
+
+    def _look_up(self, ids: Tensor) -> Tensor:
+        """Return the rows of the ids of this rank's fields."""
         parts, module = len(self._rows.counts), self._module
         self._check(ids, parts)
         own = ids.tensor_split(parts, -1)[self._rows.index] - self._rows.first
@@ -136,7 +138,7 @@ class _Lookup:
             padding = padding if 0 <= padding < self._rows.count else None
         self._rows.is_read = True
         try:
-            rows = functional.embedding(
+            return functional.embedding(
                 own,
                 module.weight,
                 padding,
@@ -145,16 +147,19 @@ class _Lookup:
             )
         finally:
             self._rows.is_read = False
-        return self._on_axis(rows, Shard(ids.dim() - 1))
 
-    def _by_sample(self, rows: DTensor) -> DTensor:
-        """Return `rows` by samples, or all of them where there are too few samples."""
+    def _by_field(self, rows: Tensor) -> DTensor:
+        """Return the rows of all ids, of which each rank has those of its fields."""
+        return on_mesh(rows, self._mesh, self._placements(Shard(rows.dim() - 2)))
+
+    def _by_sample(self, rows: Tensor) -> DTensor:
+        """Return the rows of all ids by samples, or all of them where there are too few samples."""
         parts = len(self._rows.counts)
         is_even = rows.dim() > _BAG_DIMS and rows.shape[0] % parts == 0
         if not is_even:
-            return rows.redistribute(self._mesh, self._placements(Replicate()))
-        moved = all_to_all(part_of(rows), self._rows.group, 0, rows.dim() - 2)
-        return on_mesh(moved, self._mesh, self._placements(Shard(0)))
+            return self._by_field(rows).redistribute(self._mesh, self._placements(Replicate()))
+        moved = all_to_all(rows, self._rows.group, 0, rows.dim() - 2)
+        return on_mesh(moved, self._mesh, self._by_samples)
 
     def _bags(
         self,
@@ -210,8 +215,12 @@ class _Lookup:
             last = counts.cumsum(0).repeat_interleave(fields // parts)
             self._bounds = last - counts.repeat_interleave(fields // parts), last
         low, end = self._bounds
-        is_other = (ids < low) | (ids >= end)
-        if is_other.any():
+        if not ids.numel():
+            return
+        # One read of all ids, and not three.
+        least, most = torch.aminmax(ids.reshape(-1, fields), dim=0)
+        if ((least < low) | (most >= end)).any():
+            is_other = (ids < low) | (ids >= end)
             field = int(is_other.nonzero()[0, -1])
             number = int(ids[is_other][0])
             raise ModelError(
@@ -220,13 +229,10 @@ class _Lookup:
                 hint="number the rows of each field's table after those of the fields before it",
             )
 
-    def _placements(self, placement: Placement) -> list[Placement]:
+    def _placements(self, placement: Placement) -> tuple[Placement, ...]:
         placed: list[Placement] = [Replicate()] * self._mesh.ndim
         placed[self._axis] = placement
-        return placed
+        return tuple(placed)
 
     def _whole(self, value: Tensor) -> DTensor:
         return on_mesh(value, self._mesh, self._placements(Replicate()))
-
-    def _on_axis(self, local: Tensor, placement: Placement) -> DTensor:
-        return on_mesh(local, self._mesh, self._placements(placement))

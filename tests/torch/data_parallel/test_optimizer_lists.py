@@ -74,6 +74,29 @@ def test_steps_with_a_state_update_parts():
     assert all(seen == {0} for seen in later)
 
 
+def large(options):
+    """Return what each step of a layer of 512 KiB updates in lists, and its weight after them."""
+    runtime = msrun.init({"optimizer": {"zero": 3}})
+    torch.manual_seed(0)
+    network = runtime.shard(torch.nn.Linear(256, 512))
+    update = runtime.optimizer(ADAM(network.parameters(), lr=0.01, **options))
+    seen = []
+    for _ in range(3):
+        with Lists() as lists:
+            x = torch.linspace(-1, 1, 1024).view(4, 256)
+            runtime.step(network, update, functional.cross_entropy, x, torch.arange(4))
+        seen.append(lists.seen)
+    return seen, network.weight.full_tensor().tolist()
+
+
+def test_large_parts_on_a_host_are_updated_one_by_one():
+    (first, *later), found = run_warm(large, 2, {})[0]
+
+    assert 1 in first
+    assert later == [set(), set()]
+    assert found == run_warm(large, 2, {"foreach": True})[0][1]
+
+
 def test_whole_parameters_stay_as_torch_has_them():
     assert sharded_lists(run_warm(trained, 2, {}, ADAM, {})[0][0]) == set()
 
