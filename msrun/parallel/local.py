@@ -21,8 +21,13 @@ if TYPE_CHECKING:
     from torch.distributed.tensor.placement_types import Placement
 
 
+_PLAIN = (Tensor, Parameter)
+
+
 def is_sharded(tensor: Tensor) -> TypeGuard[DTensor]:
     """Return whether `tensor` is a `DTensor`."""
+    if type(tensor) in _PLAIN:  # most are, and steps ask often
+        return False
     module = sys.modules.get("torch.distributed.tensor")
     return module is not None and isinstance(tensor, module.DTensor)
 
@@ -64,7 +69,7 @@ def local_part(tensor: Tensor) -> Tensor:
 
 def full_tensor(tensor: Tensor) -> Tensor:
     """Return all of `tensor` on every rank; gradients flow through the gather."""
-    if not is_sharded(tensor):
+    if type(tensor) is Tensor or not is_sharded(tensor):
         return tensor
     # Such as a loss.
     is_number = not tensor.dim() and all(map(_is_summed, tensor.placements))

@@ -13,7 +13,7 @@ import logging
 import sys
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import AbstractContextManager, contextmanager, nullcontext, redirect_stderr
-from functools import cache, partial, wraps
+from functools import cache, lru_cache, partial, wraps
 from pathlib import Path
 from types import CodeType, FrameType, SimpleNamespace
 from typing import TYPE_CHECKING, Any, NamedTuple
@@ -807,7 +807,8 @@ def eagerly() -> Iterator[None]:
 
     _EAGER.append(True)
     try:
-        yield from _eagerly()
+        with _compiling_in(_normally), torch.compiler.set_stance("force_eager"):
+            yield
     finally:
         _EAGER.pop()
 
@@ -815,11 +816,6 @@ def eagerly() -> Iterator[None]:
 # Not empty inside of `eagerly`, which replaces what there is once in a process: threads that take
 # turns would put it back in another order.
 _EAGER: list[bool] = []
-
-
-def _eagerly() -> Iterator[None]:
-    with _compiling_in(_normally), torch.compiler.set_stance("force_eager"):
-        yield
 
 
 @contextmanager
@@ -850,17 +846,21 @@ def _compiling_in(make: Callable[[], AbstractContextManager[Any]]) -> Iterator[N
     from torch._higher_order_ops import utils
 
     plain = utils.setup_compilation_env
+    utils.setup_compilation_env = _compiling(make, plain)
+    try:
+        yield
+    finally:
+        utils.setup_compilation_env = plain
 
+
+@lru_cache(maxsize=8)  # every loss of a step replaces the same one
+def _compiling(make: Callable[[], AbstractContextManager[Any]], plain: Callable[[], Any]) -> Any:
     @contextmanager
     def compiling() -> Iterator[Any]:
         with make(), plain() as backend:
             yield backend
 
-    utils.setup_compilation_env = compiling
-    try:
-        yield
-    finally:
-        utils.setup_compilation_env = plain
+    return compiling
 
 
 @contextmanager

@@ -205,18 +205,18 @@ class LossTally:
         if not samples:
             return
         numbers = self.numbers
-        numbers[_KINDS.index(loss.kind)] += 1
+        numbers[_KINDS.index(loss.kind)].add_(1)
         value = loss.value.detach().reshape(())
         if loss.kind in ("counted", "summed"):
-            numbers[_SUM] += value
+            numbers[_SUM].add_(value)
             if loss.count is not None:
                 if self._expected is None and self._ranks.size == 1:
                     count = torch.where(loss.count == 0, samples, loss.count)
                     self._expected = count.to(numbers) * (self._samples / samples)
                     numbers[_EXPECTED] += self._expected
-                numbers[_COUNT] += loss.count
-                numbers[_FLOOR] += loss.limit.floor
-                numbers[_OFFSET] += loss.limit.offset
+                numbers[_COUNT].add_(loss.count)
+                if (limit := loss.limit).floor or limit.offset:
+                    numbers[_FLOOR : _OFFSET + 1] += numbers.new_tensor([limit.floor, limit.offset])
             return
         if len(loss.terms) > _TERMS_MAX:
             raise ModelError(
