@@ -7,9 +7,10 @@ DTensor, so these functions look it up in `sys.modules` and never import it them
 from __future__ import annotations
 
 import sys
-from collections.abc import Callable
+from collections.abc import Callable, Iterable
 from typing import TYPE_CHECKING, Any, TypeGuard
 
+import torch
 from torch import Tensor, nn
 from torch.autograd import Function
 from torch.nn import Parameter
@@ -161,6 +162,14 @@ def set_local_gradient(param: Parameter, part: Tensor) -> None:
         shape=param.shape,
         stride=param.stride(),
     )
+
+
+@torch.no_grad()
+def scale_gradients(params: Callable[[], Iterable[Parameter]], factor: float) -> None:
+    """Multiply the gradients of what `params` returns by `factor` in place."""
+    for param in params() if factor != 1.0 else ():
+        if (gradient := local_gradient(param)) is not None:
+            gradient.mul_(factor)
 
 
 def is_equal(one: Tensor, other: Tensor) -> bool:
