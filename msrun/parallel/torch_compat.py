@@ -818,11 +818,12 @@ def eagerly() -> Iterator[None]:
 _EAGER: list[bool] = []
 
 
-@contextmanager
-def compiled_again() -> Iterator[None]:
-    """Have functions of `torch.compile` run compiled, inside of `eagerly`, unseen by watches."""
-    with _normally() if _watches() else nullcontext():
-        yield
+def compiled_again() -> AbstractContextManager[None]:
+    """Return a context in which functions of `torch.compile` run compiled, unseen by watches.
+
+    Also inside of `eagerly`.
+    """
+    return _normally() if _watches() else nullcontext()
 
 
 @contextmanager
@@ -930,6 +931,8 @@ def compiled_whole(
 
 def _watches() -> list[Any]:
     """Return the active function modes that only watch."""
+    if not torch._C._len_torch_function_stack():  # noqa: SLF001 - as `unseen_by`
+        return []
     from torch import overrides
 
     modes = overrides._get_current_function_mode_stack()  # noqa: SLF001 - there is no public form
