@@ -15,7 +15,6 @@ from string import Template
 import msgspec
 
 from msrun.errors import UsageError
-from msrun.job import STOP_SIGNALS
 from msrun.units import PORT_MAX, shown
 
 RUN_DIR = "MSRUN_RUN_DIR"
@@ -112,7 +111,7 @@ _SHARED_WITH_SERVERS = (
     _GLOO_INTERFACE,
 )
 _VISIBILITY = ("CUDA_VISIBLE_DEVICES", "ASCEND_RT_VISIBLE_DEVICES")
-_WHOLE = re.compile(r"[0-9]{1,15}")
+_WHOLE = r"[0-9]{1,15}"  # compiled where it is used, as in `units`
 
 
 class RankIdentity(msgspec.Struct, frozen=True, kw_only=True):
@@ -217,7 +216,7 @@ _STARTERS = (
 )
 # Whoever has the first and means it has the second; an index of Kubernetes may mean anything.
 _PAIRS = (("RANK", "WORLD_SIZE"), ("RANK_ID", "RANK_SIZE"))
-_TASKS = re.compile(r"([0-9]{1,9})(?:\(x([0-9]{1,9})\))?")
+_TASKS = r"([0-9]{1,9})(?:\(x([0-9]{1,9})\))?"
 
 
 class ServersIdentity(msgspec.Struct, frozen=True, kw_only=True):
@@ -286,7 +285,7 @@ class WorkerIdentity(msgspec.Struct, frozen=True, kw_only=True):
     run_dir: str
     error_file: str
     threads: int
-    stop_signals: str = ",".join(STOP_SIGNALS)
+    stop_signals: str
     join_timeout: int = 600
     virtual_local_rank: bool = False
     config: str = ""
@@ -655,7 +654,8 @@ def _identity_by(starter: _Starter, env: Mapping[str, str]) -> RankIdentity:
 def _tasks_of_step(env: Mapping[str, str]) -> int:
     """Return how many tasks Slurm started on this node, 0 outside a step."""
     # `2(x3),1`: tasks of each node, in the order of the nodes.
-    parts = map(_TASKS.fullmatch, env.get("SLURM_STEP_TASKS_PER_NODE", "").split(","))
+    texts = env.get("SLURM_STEP_TASKS_PER_NODE", "").split(",")
+    parts = [re.fullmatch(_TASKS, text) for text in texts]
     node = _whole(env, "SLURM_NODEID", default=0)
     for part in filter(None, parts):
         node -= int(part[2] or 1)
@@ -675,7 +675,7 @@ def _whole(env: Mapping[str, str], name: str, default: int | None = None) -> int
     text = env.get(name, "")
     if default is not None and not text:
         return default
-    if not _WHOLE.fullmatch(text):
+    if not re.fullmatch(_WHOLE, text):
         raise UsageError(f"environment {name}={shown(text)} is no whole number")
     return int(text)
 

@@ -14,8 +14,9 @@ from msrun.errors import UsageError
 PORT_MAX = 65_535
 
 _SECONDS = {"d": 86400.0, "h": 3600.0, "m": 60.0, "s": 1.0, "ms": 0.001}
-_PART = re.compile(r"([0-9]{1,15}(?:\.[0-9]{1,9})?)(ms|[dhms])")
-_NUMBER = re.compile(r"[0-9]{1,15}(?:\.[0-9]{1,9})?")
+# Patterns are compiled where text is read: every rank imports this module.
+_PART = r"([0-9]{1,15}(?:\.[0-9]{1,9})?)(ms|[dhms])"
+_NUMBER = r"[0-9]{1,15}(?:\.[0-9]{1,9})?"
 _ENDLESS = ("inf", "infinity")
 
 _BYTES = {
@@ -30,7 +31,7 @@ _BYTES = {
     "GiB": 2**30,
     "TiB": 2**40,
 }
-_SIZE = re.compile(r"([0-9]{1,15}(?:\.[0-9]{1,9})?) ?([A-Za-z]*)")
+_SIZE = r"([0-9]{1,15}(?:\.[0-9]{1,9})?) ?([A-Za-z]*)"
 
 _QUOTED_MAX = 60
 _SHOWN_MAX = 200
@@ -63,9 +64,9 @@ def parse_duration(text: str) -> float:
     """
     if text.lower() in _ENDLESS:
         return math.inf
-    if _NUMBER.fullmatch(text):
+    if re.fullmatch(_NUMBER, text):
         return float(text)
-    parts = _PART.findall(text)
+    parts = re.findall(_PART, text)
     units = [_SECONDS[unit] for _, unit in parts]
     is_whole = "".join(number + unit for number, unit in parts) == text
     if not parts or not is_whole or units != sorted(set(units), reverse=True):
@@ -100,7 +101,7 @@ def parse_size(text: str) -> int:
     Raises:
         UsageError: The text is no size, or not a whole number of bytes.
     """
-    match = _SIZE.fullmatch(text)
+    match = re.fullmatch(_SIZE, text)
     factor = _BYTES.get(match[2]) if match else None
     if match is None or factor is None:
         raise UsageError(

@@ -6,7 +6,6 @@ A section checks its own values when it is made.  `config_file` reads sections f
 
 from __future__ import annotations
 
-import re
 from typing import Literal
 
 import msgspec
@@ -49,8 +48,6 @@ Search = Literal[
     "recursive_programming",
     "sharding_propagation",
 ]
-
-_KEY = re.compile(r"[A-Za-z_][A-Za-z0-9_]*")
 
 
 class Optimizer(ConfigSection, frozen=True, kw_only=True):
@@ -364,7 +361,7 @@ class ParallelConfig(ConfigSection, frozen=True, kw_only=True):
         if isinstance(self.plan, str):
             if self.plan in PLAN_NAMES:
                 msgspec.structs.force_setattr(self, "plan", [self.plan])
-            elif _KEY.fullmatch(self.plan):  # no folder and no ending
+            elif _is_key(self.plan):  # no folder and no ending
                 raise ValueError(f"plan: {unknown_plan(self.plan)}")
         for index, name in enumerate([] if isinstance(self.plan, str) else self.plan):
             if isinstance(name, str):
@@ -392,7 +389,7 @@ class ParallelConfig(ConfigSection, frozen=True, kw_only=True):
             raise ValueError("rank_list: mode auto plans ranks in their own order (leave it out)")
         if self.mesh != "auto":
             for name in self.mesh:
-                if not _KEY.fullmatch(name):
+                if not _is_key(name):
                     raise ValueError(f"mesh: {name!r} is no name of an axis (choose such as tp)")
         elif self.mode != "auto":
             raise ValueError("mesh: auto belongs to mode auto")
@@ -431,6 +428,11 @@ class ParallelConfig(ConfigSection, frozen=True, kw_only=True):
                     f"plan[{index}].{key}: mode auto finds layouts of whole products and even "
                     "tables (choose semi_auto)"
                 )
+
+
+def _is_key(name: str) -> bool:
+    """Return whether `name` has letters, digits and underscores alone, and no digit first."""
+    return name.isidentifier() and name.isascii()
 
 
 def preloads(config: ParallelConfig) -> tuple[str, ...]:

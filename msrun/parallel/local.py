@@ -7,7 +7,7 @@ DTensor, so these functions look it up in `sys.modules` and never import it them
 from __future__ import annotations
 
 import sys
-from collections.abc import Callable
+from collections.abc import Callable, Iterable
 from typing import TYPE_CHECKING, Any, TypeGuard
 
 import torch
@@ -24,8 +24,13 @@ if TYPE_CHECKING:
 _SPECS = torch_compat.ShardSpecs()
 
 
+_PLAIN = (Tensor, Parameter)
+
+
 def is_sharded(tensor: Tensor) -> TypeGuard[DTensor]:
     """Return whether `tensor` is a `DTensor`."""
+    if type(tensor) in _PLAIN:  # most are, and steps ask often
+        return False
     module = sys.modules.get("torch.distributed.tensor")
     return module is not None and isinstance(tensor, module.DTensor)
 
@@ -67,7 +72,7 @@ def local_part(tensor: Tensor) -> Tensor:
 
 def full_tensor(tensor: Tensor) -> Tensor:
     """Return all of `tensor` on every rank; gradients flow through the gather."""
-    if not is_sharded(tensor):
+    if type(tensor) is Tensor or not is_sharded(tensor):
         return tensor
     # Such as a loss.
     is_number = not tensor.dim() and all(map(_is_summed, tensor.placements))
@@ -161,6 +166,14 @@ def set_local_gradient(param: Parameter, part: Tensor) -> None:
         shape=param.shape,
         stride=param.stride(),
     )
+
+
+@torch.no_grad()
+def scale_gradients(params: Callable[[], Iterable[Parameter]], factor: float) -> None:
+    """Multiply the gradients of what `params` returns by `factor` in place."""
+    for param in params() if factor != 1.0 else ():
+        if (gradient := local_gradient(param)) is not None:
+            gradient.mul_(factor)
 
 
 def is_equal(one: Tensor, other: Tensor) -> bool:

@@ -493,7 +493,7 @@ def _train_pipeline(
         tally = pipeline.train_step(
             inputs, batch.target, loss_fn, ranks, looks=looks, items=batch.items, copies=copies
         )
-    tally.combine()
     sharded.reduce()
     pipeline.reduce_tied()
+    tally.combine()  # last: what adds its numbers over stages runs meanwhile
     return tally

@@ -15,7 +15,7 @@ import logging
 import sys
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import AbstractContextManager, contextmanager, nullcontext, redirect_stderr
-from functools import cache, partial, wraps
+from functools import cache, lru_cache, partial, wraps
 from pathlib import Path
 from types import CodeType, FrameType, SimpleNamespace
 from typing import TYPE_CHECKING, Any, NamedTuple
@@ -930,7 +930,8 @@ def eagerly() -> Iterator[None]:
 
     _EAGER.append(True)
     try:
-        yield from _eagerly()
+        with _compiling_in(_normally), torch.compiler.set_stance("force_eager"):
+            yield
     finally:
         _EAGER.pop()
 
@@ -940,16 +941,12 @@ def eagerly() -> Iterator[None]:
 _EAGER: list[bool] = []
 
 
-def _eagerly() -> Iterator[None]:
-    with _compiling_in(_normally), torch.compiler.set_stance("force_eager"):
-        yield
+def compiled_again() -> AbstractContextManager[None]:
+    """Return a context in which functions of `torch.compile` run compiled, unseen by watches.
 
-
-@contextmanager
-def compiled_again() -> Iterator[None]:
-    """Have functions of `torch.compile` run compiled, inside of `eagerly`, unseen by watches."""
-    with _normally() if _watches() else nullcontext():
-        yield
+    Also inside of `eagerly`.
+    """
+    return _normally() if _watches() else nullcontext()
 
 
 @contextmanager
@@ -973,17 +970,21 @@ def _compiling_in(make: Callable[[], AbstractContextManager[Any]]) -> Iterator[N
     from torch._higher_order_ops import utils
 
     plain = utils.setup_compilation_env
+    utils.setup_compilation_env = _compiling(make, plain)
+    try:
+        yield
+    finally:
+        utils.setup_compilation_env = plain
 
+
+@lru_cache(maxsize=8)  # every loss of a step replaces the same one
+def _compiling(make: Callable[[], AbstractContextManager[Any]], plain: Callable[[], Any]) -> Any:
     @contextmanager
     def compiling() -> Iterator[Any]:
         with make(), plain() as backend:
             yield backend
 
-    utils.setup_compilation_env = compiling
-    try:
-        yield
-    finally:
-        utils.setup_compilation_env = plain
+    return compiling
 
 
 @contextmanager
@@ -1053,6 +1054,8 @@ def compiled_whole(
 
 def _watches() -> list[Any]:
     """Return the active function modes that only watch."""
+    if not torch._C._len_torch_function_stack():  # noqa: SLF001 - as `unseen_by`
+        return []
     from torch import overrides
 
     modes = overrides._get_current_function_mode_stack()  # noqa: SLF001 - there is no public form

@@ -31,6 +31,7 @@ WHO = WorkerIdentity(
     rank0_address="10.0.0.1",
     error_file="/run/job/error-5.json",
     threads=6,
+    stop_signals="SIGTERM,SIGINT,SIGHUP,SIGQUIT",
 )
 
 

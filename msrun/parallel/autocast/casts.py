@@ -14,6 +14,8 @@ from collections.abc import Iterator
 import torch
 from torch import Tensor
 
+_KNOWN = ("cpu", "cuda")  # Devices with an autocast, of which each attention would ask again.
+
 
 def is_casting(x: Tensor) -> bool:
     """Return whether autocast is on for `x`, which it leaves alone in float64 and integers."""
@@ -21,7 +23,7 @@ def is_casting(x: Tensor) -> bool:
     return (
         x.is_floating_point()
         and x.dtype != torch.float64
-        and torch.amp.is_autocast_available(kind)
+        and (kind in _KNOWN or torch.amp.is_autocast_available(kind))
         and torch.is_autocast_enabled(kind)
     )
 

@@ -1,7 +1,7 @@
-"""What stages raised in a forward pass without gradients, and how all ranks hear of it.
+"""What stages raised, also inside of what torch raises, and how all ranks hear of it.
 
-A stage that raised alone would leave the others waiting.  It sends zeros until the end of the pass,
-where all ranks hear of the first failure and raise.
+A stage that raised alone in a forward pass without gradients would leave the others waiting.  It
+sends zeros until the end of the pass, where all ranks hear of the first failure and raise.
 """
 
 from __future__ import annotations
@@ -105,3 +105,19 @@ def _failure(error: Exception, chunk: int, part: int) -> StageFailure:
         message = f"the forward of the model raised {type(error).__name__} on rank {rank}"
         message = f"{message}: {text}" if text else message
     return StageFailure(chunk, part, rank, kind, message, hint)
+
+
+def is_of_written(error: BaseException) -> bool:
+    """Return whether torch found a tensor written that a backward pass needs as it was."""
+    cause: BaseException | None = error
+    while cause is not None and "modified by an inplace operation" not in str(cause):
+        cause = cause.__cause__
+    return cause is not None
+
+
+def usage_error_in(error: BaseException) -> UsageError | None:
+    """Return the `UsageError` that torch wrapped in `error`, if there is one."""
+    cause: BaseException | None = error
+    while cause is not None and not isinstance(cause, UsageError):
+        cause = cause.__cause__
+    return cause

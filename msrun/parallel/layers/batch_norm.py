@@ -154,7 +154,7 @@ class _RootHooks(threading.local):
 
     def __init__(self, functions: NormFunctions) -> None:
         self._functions = functions
-        self._entered: list[contextlib.ExitStack] = []
+        self._entered: list[contextlib.AbstractContextManager[None]] = []
 
     def __deepcopy__(self, memo: object) -> Self:
         return self
@@ -163,10 +163,10 @@ class _RootHooks(threading.local):
         return _RootHooks, (self._functions,)
 
     def enter(self, model: nn.Module, _args: object) -> None:
-        stack = contextlib.ExitStack()
-        stack.enter_context(self._functions.active(type(model).__name__, region=None))
-        self._entered.append(stack)
+        active = self._functions.active(type(model).__name__, region=None)
+        active.__enter__()
+        self._entered.append(active)
 
     def leave(self, _model: nn.Module, _args: object, _output: object) -> None:
         if self._entered:  # else a hook before `enter` raised
-            self._entered.pop().close()
+            self._entered.pop().__exit__(None, None, None)

@@ -280,7 +280,7 @@ class CompiledForward:
         Raises:
             ModelError: It gets images that ranks divide.
         """
-        tensors = tensors_in((args, kwargs))
+        tensors = tensors_in([*args, *kwargs.values()])
         if any(map(is_image, tensors)):
             raise ModelError(
                 f"{ROOT}.compile.modules: {self._name} gets images of which ranks have parts, and "

@@ -22,8 +22,8 @@ from __future__ import annotations
 import contextlib
 import threading
 import warnings
-from collections.abc import Callable, Iterator, Sequence
-from functools import lru_cache, partial, wraps
+from collections.abc import Callable, Sequence
+from functools import partial, wraps
 from typing import Any, Self
 
 import torch
@@ -68,9 +68,10 @@ class NormFunctions:
     def __getstate__(self) -> dict[str, Any]:
         return vars(self) | {"_group": None, "_samples": None}
 
-    @contextlib.contextmanager
-    def active(self, name: str, region: object = ANY_REGION) -> Iterator[None]:
-        """Replace the functions for code that this thread runs inside.
+    def active(
+        self, name: str, region: object = ANY_REGION
+    ) -> contextlib.AbstractContextManager[None]:
+        """Return a context that replaces the functions for code that this thread runs inside.
 
         Args:
             name: Module that runs, for messages.
@@ -78,14 +79,7 @@ class NormFunctions:
                 A region that begins inside would run again in backward without this context, so
                 functions in it are refused.  `ANY_REGION` says that none begins inside.
         """
-        outer = getattr(_THREAD, "scope", None)
-        _THREAD.scope = _Scope(self, name, region)
-        _REPLACED.enter()
-        try:
-            yield
-        finally:
-            _REPLACED.leave()
-            _THREAD.scope = outer
+        return _Active(_Scope(self, name, region))
 
     def recomputed(self) -> contextlib.AbstractContextManager[None]:
         """Return `active` for a recomputation by the configuration, which enters it each time."""
@@ -184,6 +178,25 @@ class _Scope:
         self.region = region
 
 
+class _Active(contextlib.AbstractContextManager[None]):
+    """See `NormFunctions.active`; each forward of a model and each norm enters one."""
+
+    __slots__ = ("_outer", "_scope")
+
+    def __init__(self, scope: _Scope) -> None:
+        self._scope = scope
+        self._outer: _Scope | None = None
+
+    def __enter__(self) -> None:
+        self._outer = getattr(_THREAD, "scope", None)
+        _THREAD.scope = self._scope
+        _REPLACED.enter()
+
+    def __exit__(self, *_: object) -> None:
+        _REPLACED.leave()
+        _THREAD.scope = self._outer
+
+
 def _scope() -> _Scope | None:
     """Return what replaces the functions for this thread now; None for torch's own."""
     scope: _Scope | None = getattr(_THREAD, "scope", None)
@@ -243,42 +256,58 @@ def _sync_batch_norm_forward(
     return nn.BatchNorm2d.forward(module, *args, **kwargs)
 
 
+class _NormTarget:
+    """A function of torch that is replaced: the one it was at the last look, and what replaced it.
+
+    Each forward replaces the same few, so what replaces them is made once.
+    """
+
+    __slots__ = ("function", "name", "original", "owner", "replacement")
+
+    def __init__(self, owner: Any, name: str, replacement: Callable[..., Tensor]) -> None:
+        self.owner = owner
+        self.name = name
+        self.replacement = replacement
+        self.original: Any = None
+        self.function: Any = None
+
+    def replace(self) -> None:
+        original = getattr(self.owner, self.name)
+        if original is not self.original:
+            self.original, self.function = original, _replaced(original, self.replacement)
+        setattr(self.owner, self.name, self.function)
+
+
 class _Replacement:
     """Replaces the functions while any thread is inside of `enter` and `leave`."""
-
-    _TARGETS = (
-        (functional, "batch_norm", partial(_batch_norm, _FUNCTIONAL)),
-        (torch, "batch_norm", partial(_batch_norm, _TORCH)),
-        (torch, "instance_norm", _instance_norm),
-        (nn.SyncBatchNorm, "forward", _sync_batch_norm_forward),
-    )
 
     def __init__(self) -> None:
         self._lock = threading.Lock()
         self._depth = 0
-        self._originals: list[Any] = []
+        self._targets = (
+            _NormTarget(functional, "batch_norm", partial(_batch_norm, _FUNCTIONAL)),
+            _NormTarget(torch, "batch_norm", partial(_batch_norm, _TORCH)),
+            _NormTarget(torch, "instance_norm", _instance_norm),
+            _NormTarget(nn.SyncBatchNorm, "forward", _sync_batch_norm_forward),
+        )
 
     def enter(self) -> None:
         with self._lock:
             self._depth += 1
             if self._depth > 1:
                 return
-            for owner, name, replacement in self._TARGETS:
-                original = getattr(owner, name)
-                self._originals.append(original)
-                setattr(owner, name, _replaced(original, replacement))
+            for target in self._targets:
+                target.replace()
 
     def leave(self) -> None:
         with self._lock:
             self._depth -= 1
             if self._depth:
                 return
-            for (owner, name, _), original in zip(self._TARGETS, self._originals, strict=True):
-                setattr(owner, name, original)
-            self._originals.clear()
+            for target in self._targets:
+                setattr(target.owner, target.name, target.original)
 
 
-@lru_cache(maxsize=16)  # each forward replaces the same few
 def _replaced(original: Callable[..., Tensor], replacement: Callable[..., Tensor]) -> Any:
     # Modes of torch functions and tracers tell functions by their names.
     @wraps(original)

@@ -9,8 +9,10 @@ from __future__ import annotations
 
 import copy
 import inspect
+import weakref
 from collections.abc import Callable, Iterable, Iterator, Mapping, MutableMapping, Sequence
 from dataclasses import fields, is_dataclass
+from types import FunctionType
 from typing import Any, NamedTuple
 
 import torch
@@ -22,9 +24,15 @@ from msrun.parallel.config import ROOT
 _KINDS = (inspect.Parameter.POSITIONAL_ONLY, inspect.Parameter.POSITIONAL_OR_KEYWORD)
 _NAMED = (inspect.Parameter.POSITIONAL_OR_KEYWORD, inspect.Parameter.KEYWORD_ONLY)
 
+# In tuples: a union of types would be made anew in each question.
+_SCALARS, _SEQUENCES, _MAPPINGS = (bool, int, float, str), (tuple, list), (dict, Mapping)
+
 _ITEMS = "num_items_in_batch"
 # An attribute of tensors that were cut; others may have as many rows as a micro-batch by chance.
-_CUT = "msrun_cut"
+CUT = "msrun_cut"
+
+# Of methods: reading a signature takes longer than the rest of a step's look at its batch.
+_POSITIONAL: weakref.WeakKeyDictionary[FunctionType, tuple[str, ...]] = weakref.WeakKeyDictionary()
 
 # Inputs of one batch, in order or by name.
 Sample = Sequence[Any] | Mapping[str, Any] | None
@@ -56,13 +64,19 @@ def map_leaves(change: Callable[[Any], Any], value: Any, kind: type = Tensor) ->
         case _ if isinstance(value, kind):
             return change(value)
         case tuple() | list():
-            return like(value, [map_leaves(change, item, kind) for item in value])
+            items = [
+                change(item) if isinstance(item, kind) else map_leaves(change, item, kind)
+                for item in value
+            ]
+            return like(value, items)
+        case None | bool() | int() | float() | str():
+            return value
         case Mapping():
             changed = {key: map_leaves(change, item, kind) for key, item in value.items()}
             return with_items(value, changed)
         case _ if is_dataclass(value) and not isinstance(value, type):
-            items = {field.name: getattr(value, field.name) for field in fields(value)}
-            return with_fields(value, {k: map_leaves(change, x, kind) for k, x in items.items()})
+            own = {field.name: getattr(value, field.name) for field in fields(value)}
+            return with_fields(value, {k: map_leaves(change, x, kind) for k, x in own.items()})
         case _:
             return value
 
@@ -94,31 +108,38 @@ def like(value: tuple[Any, ...] | list[Any], items: list[Any]) -> Any:
 
 def tensors_in(value: Any) -> list[Tensor]:
     """Return the tensors in `value`, in order."""
-    items: Iterable[Any]
-    match value:
-        case Tensor():
-            return [value]
-        case tuple() | list():
-            items = value
-        case Mapping():
-            items = value.values()
-        case _ if is_dataclass(value) and not isinstance(value, type):
-            items = [getattr(value, field.name) for field in fields(value)]
-        case _:
-            return []
-    return [tensor for item in items for tensor in tensors_in(item)]
+    if isinstance(value, Tensor):
+        return [value]
+    found: list[Tensor] = []
+    _collect((value,), found)
+    return found
+
+
+def _collect(items: Iterable[Any], found: list[Tensor]) -> None:
+    """Add the tensors in `items` to `found`, in order."""
+    for item in items:
+        if isinstance(item, Tensor):
+            found.append(item)
+        elif isinstance(item, _SEQUENCES):
+            _collect(item, found)
+        elif item is None or isinstance(item, _SCALARS):
+            continue  # before the slower questions, as steps ask often
+        elif isinstance(item, _MAPPINGS):
+            _collect(item.values(), found)
+        elif is_dataclass(item) and not isinstance(item, type):
+            _collect([getattr(item, field.name) for field in fields(item)], found)
 
 
 def note_cut(piece: Tensor) -> Tensor:
     """Return `piece`, noting that it is one of several along dim 0."""
-    setattr(piece, _CUT, True)
+    setattr(piece, CUT, True)
     return piece
 
 
 def tensor_names(value: Any, name: str) -> Iterator[str]:
     """Yield the names of the tensors in `value`, in the order of `tensors_in`; "" if not cut."""
     for each, tensor in _named(value, name):
-        yield each if hasattr(tensor, _CUT) else ""
+        yield each if hasattr(tensor, CUT) else ""
 
 
 def _named(value: Any, name: str) -> Iterator[tuple[str, Tensor]]:
@@ -139,14 +160,12 @@ def _named(value: Any, name: str) -> Iterator[tuple[str, Tensor]]:
 def input_names(model: nn.Module, batch: StepBatch) -> Iterator[str]:
     """Yield what `tensor_names` does for `batch`, by the parameters of `forward`."""
     for name, tensor in named_inputs(model, batch):
-        yield name if hasattr(tensor, _CUT) else ""
+        yield name if hasattr(tensor, CUT) else ""
 
 
 def named_inputs(model: nn.Module, batch: StepBatch) -> Iterator[tuple[str, Tensor]]:
     """Yield the tensors in `batch` with their names, by the parameters of `forward`."""
-    # Reading a signature takes longer than the rest.
-    parameters = inspect.signature(model.forward).parameters.values() if batch.inputs else ()
-    taken = [parameter.name for parameter in parameters if parameter.kind in _KINDS]
+    taken = _positional(model.forward) if batch.inputs else ()
     for place, value in enumerate(batch.inputs):
         name = taken[place] if place < len(taken) else f"input {place + 1}"
         yield from _named(value, name)
@@ -154,6 +173,18 @@ def named_inputs(model: nn.Module, batch: StepBatch) -> Iterator[tuple[str, Tens
         yield from _named(value, name)
     yield from _named(batch.target, "target")
     yield from _named(batch.items, _ITEMS)
+
+
+def _positional(forward: Callable[..., Any]) -> Sequence[str]:
+    """Return the names of the parameters of a function or method that go by position."""
+    function = getattr(forward, "__func__", None)  # a bound method is a new object each time
+    names = _POSITIONAL.get(function) if isinstance(function, FunctionType) else None
+    if names is None:
+        parameters = inspect.signature(forward).parameters.values()
+        names = tuple(parameter.name for parameter in parameters if parameter.kind in _KINDS)
+        if isinstance(function, FunctionType):
+            _POSITIONAL[function] = names
+    return names
 
 
 def move(batch: Any, device: torch.device) -> Any:
@@ -167,6 +198,11 @@ def batch_size(batch: Any) -> int:
     Raises:
         ModelError: There is no tensor in it.
     """
+    first = batch
+    while isinstance(first, _SEQUENCES) and first:
+        first = first[0]
+    if isinstance(first, Tensor) and first.dim():  # mostly
+        return first.shape[0]
     for tensor in tensors_in(batch):
         if shape := tensor.shape:
             return shape[0]

@@ -18,7 +18,7 @@ from msrun.parallel.torch_compat import write_count
 # Attributes of tensors, since a table of tensors would keep them all in memory: the term that a
 # tensor is the value of, what it was computed from, and whether it counts 0, 1, 2, ...  The first
 # two are numbers of terms, beside that of the watch: tensors may outlive it.
-_TERM, _SOURCES, RANGE = "msrun_term", "msrun_sources", "msrun_range"
+_TERM, SOURCES, RANGE = "msrun_term", "msrun_sources", "msrun_range"
 # The number of the watch that saw a tensor computed from parameters alone.
 OF_WEIGHTS = "msrun_of_weights"
 # The batch among the sources has no number of a term.
@@ -46,11 +46,11 @@ class LinkedTerms(TorchFunctionMode):
         number = len(self._terms)
         self._terms.append(term)
         setattr(result, _TERM, (self._number, number, write_count(result)))
-        setattr(result, _SOURCES, (self._number, *sources, number))
+        setattr(result, SOURCES, (self._number, *sources, number))
 
     def _link(self, value: Any, sources: frozenset[int]) -> None:
         if sources and isinstance(value, Tensor):
-            setattr(value, _SOURCES, (self._number, *sources))
+            setattr(value, SOURCES, (self._number, *sources))
 
     def _keep(self, source: Tensor, result: Tensor) -> None:
         """Let `result` be the value of the same term as `source`."""
@@ -96,7 +96,7 @@ class LinkedTerms(TorchFunctionMode):
         for value in values:
             for item in value if isinstance(value, tuple | list) else (value,):
                 if isinstance(item, Tensor):
-                    noted = getattr(item, _SOURCES, None)
+                    noted = getattr(item, SOURCES, None)
                     if noted is None and not self._takes_all and is_unseen(item):
                         noted = (self._number, *ONLY_BATCH)
                     watch, *sources = noted or (None,)
@@ -113,5 +113,5 @@ def whole(value: Tensor) -> Tensor:
 
 def forget(value: Tensor) -> None:
     """Let `value` be computed from nothing: ranks have reduced or exchanged it."""
-    setattr(value, _SOURCES, (None,))
+    setattr(value, SOURCES, (None,))
     note_of_all_ranks(value)

@@ -27,7 +27,7 @@ from msrun.parallel.losses.terms import NO_LIMIT, Term
 
 # Attributes of tensors with a row for each row of the batch, and of what torch's losses of them
 # gave: the number of the watch.
-_HAS_ROWS, _OF_LOSS = "msrun_has_rows", "msrun_of_loss"
+HAS_ROWS, _OF_LOSS = "msrun_has_rows", "msrun_of_loss"
 _OF_ROW = "msrun_of_row"  # of what was computed from single rows
 _GATHERED = -1  # in place of a number of a watch: rows of all ranks
 _REDUCING = ("mean", "sum", "norm")
@@ -75,11 +75,16 @@ class BatchRows:
             self._note_row(result)
         # Every function of a model that returns its loss passes here: this is hot.
         for given in args:
-            if getattr(given, _HAS_ROWS, None) in (self._number, _GATHERED):
+            if getattr(given, HAS_ROWS, None) in (self._number, _GATHERED):
                 break
         else:
             return
         self._follow_rows(name, args, kwargs, result, given.shape[0])
+
+    def follow_form(self, x: Tensor, result: Tensor) -> None:
+        """Note whether a form of `x`, of which nothing else is known, has rows."""
+        if self.has(x) and result.shape[:1] == x.shape[:1]:
+            setattr(result, HAS_ROWS, self._number)
 
     def _follow_rows(
         self, name: str, args: Sequence[Any], kwargs: Mapping[str, Any], result: Any, rows: int
@@ -92,7 +97,7 @@ class BatchRows:
             return
         for tensor in result if isinstance(result, tuple | list) else (result,):
             if isinstance(tensor, Tensor) and tensor.shape[:1] == (rows,):
-                setattr(tensor, _HAS_ROWS, self._number)
+                setattr(tensor, HAS_ROWS, self._number)
         if name in _TAKING:
             self._rows_taken = rows
             self._note_row(result)
@@ -104,7 +109,7 @@ class BatchRows:
         if is_of_new_dim or (name in _ENDING and is_first and not rows):
             rows = self._rows_taken if all(map(self._is_of_row, parts)) else 0
         if rows and result.shape[:1] == (rows,):
-            setattr(result, _HAS_ROWS, self._number)
+            setattr(result, HAS_ROWS, self._number)
 
     def note_terms(self, args: Sequence[Any], sources: frozenset[int], terms: range) -> None:
         """Note new `terms`, which a function of `args` left; `sources` are those of `args`."""
@@ -117,7 +122,7 @@ class BatchRows:
 
     def has(self, value: Any) -> bool:
         """Return whether `value` is a tensor with rows."""
-        return getattr(value, _HAS_ROWS, None) in (self._number, _GATHERED)
+        return getattr(value, HAS_ROWS, None) in (self._number, _GATHERED)
 
     def _note_loss(self, result: Any) -> None:
         if isinstance(result, Tensor):
@@ -136,8 +141,9 @@ class BatchRows:
         return getattr(value, _OF_LOSS, None) == self._number
 
     def _mark(self, tensor: Tensor) -> None:
-        if tensor.dim() and not isinstance(tensor, Parameter):
-            setattr(tensor, _HAS_ROWS, self._number)
+        # The question about parameters is slow, and plain tensors are none.
+        if tensor.dim() and (type(tensor) is Tensor or not isinstance(tensor, Parameter)):
+            setattr(tensor, HAS_ROWS, self._number)
 
     def gradients(
         self,
@@ -177,7 +183,7 @@ class BatchRows:
 
 def note_gathered(value: Tensor) -> None:
     """Note that `value` has rows of all ranks, of whose loss a rank has a part of the gradients."""
-    setattr(value, _HAS_ROWS, _GATHERED)
+    setattr(value, HAS_ROWS, _GATHERED)
 
 
 def is_sign(name: str) -> bool:

@@ -5,26 +5,34 @@ from __future__ import annotations
 from collections.abc import Sequence
 from typing import Any
 
+import torch
 from torch import Tensor
 
 from msrun.parallel.losses import torch_calls
-from msrun.parallel.losses.linked_terms import LinkedTerms
+from msrun.parallel.losses.batch import CUT
+from msrun.parallel.losses.linked_terms import SOURCES, LinkedTerms
+from msrun.parallel.losses.own_gradients import HAS_ROWS, BatchRows
 from msrun.parallel.losses.rows import RowsWatch
 from msrun.parallel.losses.terms import NO_LIMIT, Term
+from msrun.parallel.torch_compat import viewed
 
 OF_ROWS = "losses of samples"
 # Of what has means of slices: the number of the watch, and those of the means' terms.
 _SLICES = "msrun_slices"
+# What may be noted of a tensor of the batch that is nothing else.
+_OF_BATCH = frozenset([SOURCES, HAS_ROWS, CUT])
 
 
 class RowTerms(LinkedTerms):
-    """Terms of rows of the batch.
+    """Terms of rows of the batch, and what only gives its tensors another form.
 
     Args:
         rows: Of each tensor of the batch; 0 if they have no rows in common.
         is_cut: Whether dim 0 of the batch has samples for certain.
         takes_all: As of `LinkedTerms`.
     """
+
+    _batch_rows: BatchRows
 
     def __init__(self, rows: int, *, is_cut: bool, takes_all: bool) -> None:
         super().__init__(takes_all=takes_all)
@@ -77,3 +85,29 @@ class RowTerms(LinkedTerms):
     def _is_row(self, value: Any) -> bool:
         """Return whether `value` is computed from one sample alone, as in a loop over samples."""
         return self._rows is not None and isinstance(value, Tensor) and self._rows.is_one(value)
+
+    def _may_form(self, args: tuple[Any, ...]) -> bool:
+        """Return whether a function of `FORMING` gets one plain tensor, a part of the batch.
+
+        Of its result nothing is to be known but what is known of that tensor.  Most functions of
+        most losses are such, so less than everything is asked about them.
+        """
+        x = args[0]
+        if type(x) is not Tensor or self._takes_all or (self._rows and self._rows.has_cut):
+            return False
+        for given in args[1:]:
+            if type(given) is not int and type(given) is not torch.Size:
+                return False
+        noted = vars(x).keys()
+        return SOURCES in noted and noted <= _OF_BATCH
+
+    def _formed(self, x: Tensor, result: Tensor) -> Tensor:
+        """Return `result`, a form of `x`, with what is known of `x`."""
+        sources = getattr(x, SOURCES)
+        if result is x:  # other forms of the same memory are known as well
+            self._link(viewed(x), frozenset(sources[1:]))
+            return result
+        if sources[0] == self._number:
+            setattr(result, SOURCES, sources)
+        self._batch_rows.follow_form(x, result)
+        return result

@@ -77,6 +77,10 @@ class RowsWatch:
         self._every: Rows = frozenset(range(max(samples, 2)))
         self._numbered: set[Rows] = set()  # slices of which there are as many in any batch
 
+    def may_follow(self, name: str) -> bool:
+        """Return whether `follow` has something to do for a function of this name."""
+        return self.has_cut or name in _CUTTING
+
     def follow(
         self,
         name: str,
@@ -192,6 +196,8 @@ class RowsWatch:
                 leave(tensor, self._mark, (self._number, *noted))
 
     def _noted(self, tensor: Tensor) -> RowsOrigin | None:
+        if not self.has_cut:
+            return None  # nothing has a note of this watch
         found = getattr(tensor, self._mark, None) or carried(tensor, self._mark)
         number, *noted = found or (None,)
         if number != self._number or not noted:

@@ -36,11 +36,21 @@ from torch.nn import Parameter
 from msrun.errors import ConfigError, DividedModelError, ModelError, PeerRankError, UsageError
 from msrun.parallel.exchange import messages
 from msrun.parallel.exchange.host_copy import HostCopy
-from msrun.parallel.local import full_tensor, is_sharded, local_gradient
+from msrun.parallel.local import full_tensor, is_sharded, scale_gradients
 from msrun.parallel.losses.calls.unknown import warn_of_unknown
-from msrun.parallel.losses.terms import Kind, PartLoss, Term, count_type, note_counted, one_number
+from msrun.parallel.losses.terms import (
+    Kind,
+    PartLoss,
+    Term,
+    count_of,
+    count_type,
+    divisor_of,
+    mean_of,
+    note_counted,
+    one_number,
+)
 from msrun.parallel.losses.watch import LossWatch
-from msrun.parallel.torch_compat import eagerly
+from msrun.parallel.torch_compat import eagerly, without_functions
 
 _KINDS: tuple[Kind, ...] = ("plain", "counted", "summed", "linear")
 _SUM, _COUNT, _FLOOR, _OFFSET, _REFUSED, _UNREACHED, _FIRST_TERM = range(
@@ -95,6 +105,7 @@ class LossTally:
     Attributes:
         numbers: What is added over parts and ranks: the parts of each kind, sum, count and limits,
             and four numbers for each mean of linear losses.
+        adding: What adds the numbers of all stages; `combine` waits for it.
         has_unreached: Whether stages noted gradients that one process may not have; by `finish`.
         looks: Whether to say of which functions of a loss nothing is known.
         is_cut: Whether dim 0 of the batch has samples for certain, as micro-batches cut it.
@@ -124,6 +135,7 @@ class LossTally:
         self._is_plain = pipeline is None and items is None
         self._terms: Sequence[Term] = ()
         self._host: HostCopy | None = None
+        self.adding: dist.Work | None = None
         self._expected: Tensor | None = None
         self._has_items = items is not None
         self.numbers = torch.zeros(_SIZE, dtype=count_type(ranks.device), device=ranks.device)
@@ -202,21 +214,24 @@ class LossTally:
         """Add the loss of a part with so many `samples` that count; none if they are repeated."""
         self._dtype = torch.promote_types(loss.value.dtype, torch.float32)
         self._is_plain &= loss.kind == "plain"
-        if not samples:
-            return
+        if samples:
+            with self._unseen(loss):
+                self._add(loss, samples)
+
+    def _add(self, loss: PartLoss, samples: int) -> None:
         numbers = self.numbers
-        numbers[_KINDS.index(loss.kind)] += 1
+        numbers[_KINDS.index(loss.kind)].add_(1)
         value = loss.value.detach().reshape(())
         if loss.kind in ("counted", "summed"):
-            numbers[_SUM] += value
+            numbers[_SUM].add_(value)
             if loss.count is not None:
                 if self._expected is None and self._ranks.size == 1:
                     count = torch.where(loss.count == 0, samples, loss.count)
                     self._expected = count.to(numbers) * (self._samples / samples)
                     numbers[_EXPECTED] += self._expected
-                numbers[_COUNT] += loss.count
-                numbers[_FLOOR] += loss.limit.floor
-                numbers[_OFFSET] += loss.limit.offset
+                numbers[_COUNT].add_(loss.count)
+                if (limit := loss.limit).floor or limit.offset:
+                    numbers[_FLOOR : _OFFSET + 1] += numbers.new_tensor([limit.floor, limit.offset])
             return
         if len(loss.terms) > _TERMS_MAX:
             raise ModelError(
@@ -225,7 +240,7 @@ class LossTally:
             )
         self._terms = loss.terms
         for index, term in enumerate(loss.terms):
-            first, count = _FIRST_TERM + 2 * index, _count(term)
+            first, count = _FIRST_TERM + 2 * index, count_of(term)
             slope = loss.slopes[index].reshape(()) if loss.slopes else torch.zeros_like(value)
             if is_sharded(slope) or (self._is_early and is_sharded(term.total)):
                 # As torch says it of the sum, had it come to that; ZeRO names the module.
@@ -233,7 +248,7 @@ class LossTally:
             if self._is_early:
                 numbers[first] += slope * term.total.detach().reshape(())
                 numbers[first + 1] += count
-                value = value - slope * _mean(term).detach()
+                value = value - slope * mean_of(term).detach()
             else:
                 # Counts are equal if the mean of their squares is the square of their mean.
                 numbers[first] += count / samples
@@ -309,19 +324,30 @@ class LossTally:
 
     def combine(self) -> None:
         """Add the numbers of all data-parallel ranks, which all call this."""
+        if self.adding is not None:
+            self.adding.wait()
         if self._ranks.group is not None:
             dist.all_reduce(self.numbers, group=self._ranks.group)
         # A host reads them in any case: ranks whose losses are plain and others' must all raise.
         if not self._is_plain or self.numbers.device.type == "cpu":
             self._host = HostCopy(self.numbers)
 
+    def _unseen(self, loss: PartLoss) -> contextlib.AbstractContextManager[Any]:
+        """Return a context in which modes of the model do not see what is done with plain losses.
+
+        Watches of a pipeline need to: they look at what is differentiated.
+        """
+        is_plain = self._pipeline is None and type(loss.value) is Tensor and not loss.terms
+        return without_functions() if is_plain else contextlib.nullcontext()
+
     def objective(self, loss: PartLoss, samples: int) -> Tensor:
         """Return what a backward pass differentiates for a part with so many `samples`.
 
         With one micro-batch, `combine` comes before it.
         """
-        objective = self._objective(loss, samples)
-        return objective if self._ranks.scale == 1.0 else objective * self._ranks.scale
+        with self._unseen(loss):
+            objective = self._objective(loss, samples)
+            return objective if self._ranks.scale == 1.0 else objective * self._ranks.scale
 
     def _objective(self, loss: PartLoss, samples: int) -> Tensor:
         value, ranks = loss.value.reshape(()), self._ranks
@@ -340,8 +366,8 @@ class LossTally:
         for index, (term, slope) in enumerate(zip(loss.terms, loss.slopes, strict=False)):
             if self._is_early:  # gives the mean the weight of its count
                 everywhere = term.limit(self.numbers[_FIRST_TERM + 2 * index + 1])
-                weight = _divisor(term) * ranks.size / everywhere - share
-                result = result + slope.reshape(()) * weight.to(slope.dtype) * _mean(term)
+                weight = divisor_of(term) * ranks.size / everywhere - share
+                result = result + slope.reshape(()) * weight.to(slope.dtype) * mean_of(term)
         return result
 
     def finish(self, params: Callable[[], Iterable[Parameter]]) -> Tensor:
@@ -378,7 +404,7 @@ class LossTally:
             if not self._is_early:
                 expected = found[_EXPECTED] or ranks.size / self._guess()
                 self.scale = expected / divisor
-                _scale(params, self.scale)
+                scale_gradients(params, self.scale)
         elif kinds == ["linear"] and self._is_early:
             self._check_slopes(found)
             for index, term in enumerate(self._terms):
@@ -465,24 +491,6 @@ class LossTally:
         return self._ranks.weight / self._samples
 
 
-def _count(term: Term) -> Tensor:
-    if term.count is None:
-        raise TypeError("a sum has no count")
-    return term.count
-
-
-def _mean(term: Term) -> Tensor:
-    if term.mean is None:
-        raise TypeError("a sum has no mean")
-    return term.mean.reshape(())
-
-
-def _divisor(term: Term) -> Tensor:
-    """Return by what the mean of `term` was divided."""
-    divisor = term.limit(_count(term))
-    return torch.where(divisor == 0, 1.0, divisor)
-
-
 def _check_count(divisor: float, name: str = "the loss") -> None:
     if divisor == 0:
         raise ModelError(
@@ -490,11 +498,3 @@ def _check_count(divisor: float, name: str = "the loss") -> None:
             "no weight was changed",
             hint="leave out batches in which every target is ignored",
         )
-
-
-@torch.no_grad()
-def _scale(params: Callable[[], Iterable[Parameter]], factor: float) -> None:
-    """Scale gradients in place."""
-    for param in params() if factor != 1.0 else ():
-        if (gradient := local_gradient(param)) is not None:
-            gradient.mul_(factor)

@@ -156,3 +156,23 @@ def one_number(loss: Any, device: torch.device, name: str = "loss") -> Tensor:
             hint="compute it from the output of the model, without .cpu()",
         )
     return loss
+
+
+def count_of(term: Term) -> Tensor:
+    """Return the count of a mean."""
+    if term.count is None:
+        raise TypeError("a sum has no count")
+    return term.count
+
+
+def mean_of(term: Term) -> Tensor:
+    """Return a mean."""
+    if term.mean is None:
+        raise TypeError("a sum has no mean")
+    return term.mean.reshape(())
+
+
+def divisor_of(term: Term) -> Tensor:
+    """Return by what the mean of `term` was divided."""
+    divisor = term.limit(count_of(term))
+    return divisor + (divisor == 0)

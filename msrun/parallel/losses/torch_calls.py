@@ -44,6 +44,10 @@ KEEPING = frozenset(
     ["to", "float", "double", "half", "bfloat16", "int", "long", "type_as", "clone"]
 )
 KEEPING |= {"contiguous", "squeeze", "view", "reshape"}
+# They give their first argument another form, by numbers alone.
+FORMING = frozenset([Tensor.flatten, torch.flatten, Tensor.view, Tensor.reshape, torch.reshape])
+FORMING |= {Tensor.contiguous, Tensor.float, Tensor.transpose, torch.transpose, Tensor.permute}
+FORMING |= {Tensor.squeeze, torch.squeeze, Tensor.unflatten}
 
 
 def name_of(func: Callable[..., Any]) -> str:

@@ -107,6 +107,8 @@ class LossWatch(RowTerms):
     ) -> Any:
         """Run `func`; see the class."""
         del types
+        if func in torch_calls.FORMING and not kwargs and self._may_form(args):
+            return self._formed(args[0], func(*args))
         kwargs = kwargs or {}
         count = len(self._terms)
         result = self._run(func, args, kwargs)
@@ -115,7 +117,7 @@ class LossWatch(RowTerms):
         if len(self._terms) > count:
             new = range(count, len(self._terms))
             self._batch_rows.note_terms(args, self._sources(args), new)
-        if self._rows:
+        if self._rows and self._rows.may_follow(name):
             self._rows.follow(name, args, kwargs, tensors_in(result), self._is_of)
         return result
 
@@ -488,7 +490,7 @@ class LossWatch(RowTerms):
         total, count = full_tensor(total), full_tensor(count)
         count = count.detach().to(count_type(count.device)).reshape(())
         divisor = limit(count)
-        mean = total / torch.where(divisor == 0, 1.0, divisor).to(total.dtype)
+        mean = total / (divisor + (divisor == 0)).to(total.dtype)
         result = mean.to(dtype, copy=True)
         term = Term(name=name, total=total, count=count, mean=mean, limit=limit, elements=elements)
         self._leave(result, term, sources)

@@ -13,7 +13,7 @@ The idea.  A stage is a part of the model's own module tree.
 - `tree` grafts the modules of a stage into a new tree under the names that they had, and frees what
   other stages own.  `PipelineModel` is that tree.
 - torch's schedules move tensors and keep the order of work.  They see a `Runner` for each chunk and
-  know micro-batches by number alone; shapes, losses and tied weights are ours.
+  get no inputs: it knows the order of its micro-batches.  Shapes, losses and tied weights are ours.
 - A value that a later chunk uses is sent through all chunks in between, so skip connections work.
   Inputs of the model are read on every rank and never sent.
 - `recordings` keeps one recording for each shape of micro-batch, mode and set of plain values, with

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from contextlib import contextmanager
+from contextlib import AbstractContextManager, contextmanager, nullcontext
 from dataclasses import dataclass, fields, is_dataclass
 from typing import Any
 
@@ -55,25 +55,28 @@ class MicrobatchSplit:
 
     def padded(self, value: Any, part: int) -> Any:
         """Return `part` of `value`, padded to `width`; tensors without samples are not cut."""
-        return map_leaves(lambda tensor: self._rows(tensor, part, self.width), value)
+        width = self.width
+        return map_leaves(lambda tensor: self._rows(tensor, part, width), value)
 
     def real(self, value: Any, part: int) -> Any:
         """Return `part` of `value` as `trim` leaves its output; other tensors are not cut."""
-        return map_leaves(lambda tensor: self._rows(tensor, part, self._real_rows(part)), value)
+        rows = self._real_rows(part)
+        return map_leaves(lambda tensor: self._rows(tensor, part, rows), value)
 
     def _real_rows(self, part: int) -> int:
         """Return the samples that `trim` leaves: an empty part keeps one, which counts nothing."""
         return max(self.count(part), 1)
 
     def _rows(self, tensor: Tensor, part: int, wanted: int) -> Tensor:
-        if not tensor.dim() or len(tensor) != self.samples:
+        if tensor.shape[:1] != (self.samples,):
             return tensor
-        start = part * (self.samples // self.parts) + min(part, self.samples % self.parts)
-        piece = tensor[start : start + self.count(part)]
-        if len(piece) == wanted:
+        least, more = divmod(self.samples, self.parts)
+        start, count = part * least + min(part, more), self.count(part)
+        piece = tensor[start : start + count]
+        if count == wanted:
             return note_cut(piece)
         last = min(start + self._real_rows(part), self.samples) - 1
-        rest = [tensor[last : last + 1]] * (wanted - len(piece))
+        rest = [tensor[last : last + 1]] * (wanted - count)
         return note_cut(torch.cat([piece, *rest]))
 
     def trim(self, output: Any, part: int) -> Any:
@@ -167,17 +170,19 @@ class WrittenBuffers:
         self._params = WrittenParameters()
         self.is_checked = parts == 1
 
-    @contextmanager
-    def watched(self, model: nn.Module, refuse: Callable[[ModelError], None]) -> Iterator[None]:
-        """Run a chunk of `model` on a micro-batch.
+    def watched(
+        self, model: nn.Module, refuse: Callable[[ModelError], None]
+    ) -> AbstractContextManager[None]:
+        """Return the context of a run of a chunk of `model` on a micro-batch.
 
         Args:
             model: The stage.
             refuse: Called if it writes a buffer that another micro-batch has written.
         """
-        if self.is_checked:
-            yield
-            return
+        return nullcontext() if self.is_checked else self._watched(model, refuse)
+
+    @contextmanager
+    def _watched(self, model: nn.Module, refuse: Callable[[ModelError], None]) -> Iterator[None]:
         before = {name: buffer.detach().clone() for name, buffer in model.named_buffers()}
         counts = numbers(model)
         self._params.begin(model)

@@ -241,7 +241,7 @@ class PipelineModel(StageModel):
             copies: Runs slices of a micro-batch in turns; None runs one after the other.
 
         Returns:
-            The losses of all micro-batches, the same on all ranks of the axis.
+            The losses of all micro-batches, from `combine` on the same on all ranks of the axis.
 
         Raises:
             ModelError: The batch cannot be split, or stages would send something else than tensors.
@@ -267,7 +267,7 @@ class PipelineModel(StageModel):
         self.written_buffers.is_checked = not tally.has_refused
         tally.note_unreached(self._reach.end())
         # The last stage has the loss, and any stage may have refused.
-        dist.all_reduce(tally.numbers, group=self._ranks.group)
+        tally.adding = dist.all_reduce(tally.numbers, group=self._ranks.group, async_op=True)
         return tally
 
     def _tally(

@@ -32,9 +32,10 @@ def check_loss(model: nn.Module, ends: Sequence[Any], loss: Tensor) -> None:
             continue
         seen.add(step)
         variable = getattr(step, "variable", None)
-        if isinstance(variable, Parameter):
+        if variable is not None and isinstance(variable, Parameter):
             found.append(variable)
-        pending += [following for following, _ in step.next_functions]
+        for following, _ in step.next_functions:
+            pending.append(following)
     if not found:
         return
     for name, param in model.named_parameters():

@@ -1,8 +1,8 @@
 """torch's schedules over our chunks.
 
 torch moves tensors and keeps the order of work.  Everything else is up to `Runner`: torch gets the
-shapes between chunks, knows micro-batches by number alone, and sees the loss as the output of the
-last chunk.
+shapes between chunks, gets no inputs, as each chunk knows the order of its micro-batches, and sees
+the loss as the output of the last chunk.
 """
 
 from __future__ import annotations
@@ -30,6 +30,7 @@ from torch.nn import Parameter
 
 from msrun.errors import ModelError, UsageError
 from msrun.parallel.data_parallel.joined_inputs import JoinNotes, attached
+from msrun.parallel.exchange.stage_stops import is_of_written, usage_error_in
 from msrun.parallel.losses.batch import map_leaves, own_loss, tensor_names, tensors_in
 from msrun.parallel.losses.calls.marks import Known
 from msrun.parallel.losses.sample_watch import SampleWatch
@@ -47,7 +48,7 @@ from msrun.parallel.pipeline.microbatch import MicrobatchSplit, WrittenBuffers
 from msrun.parallel.pipeline.ranks import PipelineRanks
 from msrun.parallel.pipeline.reach.border_reach import BorderReach
 from msrun.parallel.pipeline.record.follower import Follower
-from msrun.parallel.pipeline.timeline import Action, plain_order
+from msrun.parallel.pipeline.timeline import Action, as_actions, plain_order
 from msrun.parallel.torch_compat import eagerly, is_fake, write_count
 
 if TYPE_CHECKING:
@@ -235,7 +236,8 @@ class Runner(nn.Module):
         # Not as a submodule: torch would throw away gradients of fully sharded parameters.
         self._run = partial(model, pipeline_chunk=chunk)
         self._weights = model.parameters
-        self.work: Work | None = None
+        self._work: Work | None = None
+        self._order: Iterator[int] = iter(())
         self._sent = sent
         self._reach = reach
         self._slices = slices
@@ -246,9 +248,19 @@ class Runner(nn.Module):
         """Yield the parameters whose gradients torch may compute apart from those of inputs."""
         return self._weights(recurse)
 
-    def forward(self, *received: Tensor, part: Tensor) -> Tensor | tuple[Tensor, ...]:
-        """Run the chunk on micro-batch `part`, a tensor of one number."""
-        index = int(part.item())
+    def begin(self, work: Work | None, order: Sequence[int] = ()) -> None:
+        """Begin a step, or end it without `work`.
+
+        Args:
+            work: Of the step.
+            order: Micro-batches in the order in which torch runs forward on them.
+        """
+        # Not as attributes of a module, which are looked up in several places.
+        vars(self).update(_work=work, _order=iter(order))
+
+    def forward(self, *received: Tensor) -> Tensor | tuple[Tensor, ...]:
+        """Run the chunk on the next micro-batch."""
+        index = next(self._order)
         tensors = self._reach.watch(index, received)
         sent = self._run_part(index, tensors)
         self._reach.keep(index, sent)
@@ -256,7 +268,7 @@ class Runner(nn.Module):
 
     def _run_part(self, index: int, tensors: Sequence[Tensor]) -> tuple[Tensor, ...]:
         """Return what the chunk sends of a micro-batch, or the loss alone."""
-        work, count = self.work, self._slices
+        work, count = self._work, self._slices
         if work is None:
             raise RuntimeError("there is no batch")
         width, first = len(tensors) // count, index * count
@@ -300,7 +312,8 @@ class Runner(nn.Module):
         """
         model: Any = self._run.func
         marks = [(tensor.grad_fn, write_count(tensor)) for tensor in received]
-        given = [(tensor, write_count(tensor)) for tensor in tensors_in(inputs)]
+        own = tensors_in(inputs) if self._writes is None else ()
+        given = [(tensor, write_count(tensor)) for tensor in own]
         try:
             with work.buffers.watched(model, work.tally.refuse):
                 result = self._run(*inputs, *received)
@@ -383,18 +396,23 @@ class Schedule:
         else:
             several = _MULTI[chunks.schedule]
             self._schedule = several(stages, microbatches, _loss_itself, scale_grads=False)
+        order = self.orders()[ranks.stage]
+        self._forwards = [
+            [action.part for action in order if action.kind == "F" and action.chunk == chunk]
+            for chunk in own
+        ]
 
     def run(self, work: Work) -> None:
         """Run all forwards and backwards of `work`; all ranks of the axis take part."""
-        for runner in self._runners:
-            runner.work = work
+        for runner, order in zip(self._runners, self._forwards, strict=True):
+            runner.begin(work, order)
         self.forget()
         try:
-            self._schedule.step(part=self._parts, target=self._parts, return_outputs=False)
+            self._schedule.step(target=self._parts, return_outputs=False)
         except RuntimeError as error:
-            if usage_error := _usage_error(error):
+            if usage_error := usage_error_in(error):
                 raise usage_error from None
-            if _is_of_written(error):
+            if is_of_written(error):
                 raise ModelError(
                     f"{MICROBATCHES}: the forward of one micro-batch writes in place what the "
                     "backward of an earlier one needs, such as a weight",
@@ -403,7 +421,7 @@ class Schedule:
             raise
         finally:
             for runner in self._runners:
-                runner.work = None
+                runner.begin(None)
 
     def forget(self) -> None:
         """Release what the notes of the last run keep alive."""
@@ -414,7 +432,7 @@ class Schedule:
         """Return the actions of each stage, in order."""
         chunks, count = self._ranks.chunks, len(self._parts)
         if chunks.schedule in _MULTI:
-            return [_actions(order) for _, order in sorted(self._schedule.pipeline_order.items())]
+            return [as_actions(order) for _, order in sorted(self._schedule.pipeline_order.items())]
         # torch's own order of 1F1B forgets a micro-batch on the last stage.
         stages = range(chunks.stages)
         warm = {s: count if chunks.schedule == "gpipe" else chunks.stages - s for s in stages}
@@ -464,16 +482,6 @@ def _reach(
     }
 
 
-def _actions(order: Sequence[Any]) -> list[Action]:
-    """Return torch's actions as ours."""
-    steps = chain.from_iterable(step.sub_actions or (step,) for step in order if step is not None)
-    return [
-        Action(step.computation_type.value, step.stage_index, step.microbatch_index)
-        for step in steps
-        if step.computation_type.value in ("F", "I", "W", "B")
-    ]
-
-
 def _loss_itself(output: Tensor, part: Tensor) -> Tensor:
     """Return the output of the last chunk, which is the loss."""
     del part
@@ -482,19 +490,3 @@ def _loss_itself(output: Tensor, part: Tensor) -> Tensor:
 
 def _empty(borders: Sequence[Border]) -> tuple[Tensor, ...]:
     return tuple(border.empty(torch.device("meta")) for border in borders)
-
-
-def _is_of_written(error: BaseException) -> bool:
-    """Return whether torch found a tensor written that a backward pass needs as it was."""
-    cause: BaseException | None = error
-    while cause is not None and "modified by an inplace operation" not in str(cause):
-        cause = cause.__cause__
-    return cause is not None
-
-
-def _usage_error(error: BaseException) -> UsageError | None:
-    """Return the `UsageError` that torch wrapped in `error`, if there is one."""
-    cause: BaseException | None = error
-    while cause is not None and not isinstance(cause, UsageError):
-        cause = cause.__cause__
-    return cause

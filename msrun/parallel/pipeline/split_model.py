@@ -12,7 +12,7 @@ from torch.nn import Parameter
 
 from msrun.parallel.config import Pipeline
 from msrun.parallel.foreach.global_hooks import check_global_hooks
-from msrun.parallel.losses.batch import StepBatch
+from msrun.parallel.losses.batch import StepBatch, tensors_in
 from msrun.parallel.losses.calls.marks import Known
 from msrun.parallel.pipeline.border import Borders
 from msrun.parallel.pipeline.inference.generation import generate_in_stages
@@ -22,7 +22,6 @@ from msrun.parallel.pipeline.plan import SplitPlan, plan_split
 from msrun.parallel.pipeline.ranks import PipelineRanks
 from msrun.parallel.pipeline.record.follower import Follower
 from msrun.parallel.pipeline.record.modes import closing
-from msrun.parallel.pipeline.record.structure import leaves
 from msrun.parallel.pipeline.recordings import Recording, Recordings, depends_on_received
 from msrun.parallel.pipeline.tied import check_tables, find_ties
 from msrun.parallel.pipeline.trace import NamedInputs, program_of
@@ -142,7 +141,7 @@ class SplitModel(PipelineModel):
         recording = cast("Recording", self._recording)  # `_prepare` comes first
         own, received = inputs[: recording.arity], inputs[recording.arity :]
         received = self._follower.receive(recording.notes, chunk, received)
-        result = recording.compiled[chunk](self, *leaves(own), *received)
+        result = recording.compiled[chunk](self, *tensors_in(own), *received)
         return self._follower.send(recording.notes, chunk, result)
 
     def _saved_bytes(self, inputs: Sequence[Any]) -> Sequence[int] | None:

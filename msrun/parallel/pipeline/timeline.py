@@ -8,7 +8,8 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import dataclass
-from typing import Literal
+from itertools import chain
+from typing import Any, Literal
 
 Kind = Literal["F", "I", "W", "B"]
 
@@ -28,6 +29,16 @@ class Action:
     kind: Kind
     chunk: int
     part: int
+
+
+def as_actions(order: Sequence[Any]) -> list[Action]:
+    """Return the actions of a schedule of torch as ours."""
+    steps = chain.from_iterable(step.sub_actions or (step,) for step in order if step is not None)
+    return [
+        Action(step.computation_type.value, step.stage_index, step.microbatch_index)
+        for step in steps
+        if step.computation_type.value in ("F", "I", "W", "B")
+    ]
 
 
 def plain_order(stage: int, microbatches: int, *, warm: int) -> list[Action]:

@@ -1,9 +1,10 @@
-"""What calls of torch's functions say of the dims of their results."""
+"""What calls of torch's functions say of the dims of their results, and of their samples."""
 
 import pytest
 import torch
 
-from msrun.parallel.losses.torch_calls import dim_order
+from msrun.parallel.losses.torch_calls import FORMING, dim_order
+from msrun.parallel.losses.watch import LossWatch
 
 pytestmark = pytest.mark.torch
 
@@ -30,3 +31,25 @@ def test_the_order_of_dims_is_that_of_the_result(name, args, kwargs):
     order = dim_order(name, x.dim(), (x, *args), kwargs)
 
     assert [x.shape[dim] for dim in order] == list(result.shape)
+
+
+FORMS = [
+    ("flatten", (0, 1), {"start_dim": 0, "end_dim": 1}),
+    ("reshape", (24,), {"shape": (24,)}),
+    ("transpose", (0, 1), {"dim0": 0, "dim1": 1}),
+    ("permute", (0, 2, 1), {"dims": (0, 2, 1)}),
+    ("squeeze", (1,), {"dim": 1}),
+    ("contiguous", (), {"memory_format": torch.contiguous_format}),
+    ("float", (), {"memory_format": torch.preserve_format}),
+]
+
+
+@pytest.mark.parametrize(("name", "args", "kwargs"), FORMS)
+def test_a_form_of_the_batch_is_noted_as_any_other_function_of_it_is(name, args, kwargs):
+    x = torch.randn(2, 4, 3, dtype=torch.double).transpose(1, 2)
+    with LossWatch(2, [x]):
+        # By position less is asked about it.
+        quick, slow = getattr(x, name)(*args), getattr(x, name)(**kwargs)
+
+    assert getattr(torch.Tensor, name) in FORMING
+    assert vars(quick) == vars(slow) != {}

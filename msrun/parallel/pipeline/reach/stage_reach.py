@@ -63,7 +63,8 @@ class StageReach:
         # Units that are reduced after this add zeros then.
         is_early = bool(getattr(self._model, "reduces_once", False))
         # Completes gradients that were computed apart, without a hook.
-        without = [p for p in _parameters(self._model) if local_gradient(p) is None]
+        found = _parameters(self._model)
+        without = [p for p in found if p.grad is None or local_gradient(p) is None]
         left = {param for param in without if param.requires_grad}
         if not left:
             return missing

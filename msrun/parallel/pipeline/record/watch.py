@@ -10,6 +10,7 @@ function names it.  A check compares a few hundred values.
 from __future__ import annotations
 
 import contextlib
+import functools
 import gc
 import inspect
 import sys
@@ -30,6 +31,8 @@ from torch.utils.checkpoint import CheckpointFunction
 from msrun.parallel import torch_compat
 
 _OTHERS = (Path(torch.__file__).parent, Path(__file__).parents[3])
+# Variables of their inner functions are the functions that a decorator got, hundreds in a process.
+_DECORATING = (contextlib.__file__, functools.__file__)
 _SCALARS = (bool, int, float, complex, str, bytes, type(None), torch.dtype, torch.device, Enum)
 _FUNCTIONS = (FunctionType, type)
 _ITEMS_MAX = 256
@@ -181,7 +184,7 @@ class WatchedValues:
             self._names.update(code.co_names)
             self._names.update(text for text in code.co_consts if isinstance(text, str))
             self._watch_globals(code, frame.f_globals)
-            if code.co_freevars:
+            if code.co_freevars and code.co_filename not in _DECORATING:
                 nested.add(code)
 
         with _no_collection():
