@@ -33,6 +33,7 @@ PASSING = frozenset(
         "RedistributeBackward",
         "_OnMeshBackward",
         "_PartOfBackward",
+        "_PartsBackward",  # each in the place of the one that it is of
         "_GatheredBackward",
         "_OwnedBackward",
     ]

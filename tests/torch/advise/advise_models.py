@@ -102,7 +102,8 @@ class Held(LiveBytes):
             return NotImplemented
         output = func(*args, **kwargs)
         for tensor in leaf_tensors([output]):
-            if not (is_fake(tensor) or tensor.is_meta):  # a pipeline records itself on those
+            # A pipeline records itself on tensors without memory; sparse ones are marks of ZeRO.
+            if not (is_fake(tensor) or tensor.is_meta or tensor.is_sparse):
                 self._add(local_part(tensor))
         held = [storage() for storage in list(self._held.values())]
         self.peak = max(self.peak, sum(one.nbytes() for one in held if one is not None))

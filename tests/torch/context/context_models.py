@@ -1,5 +1,7 @@
 """Models of sequences for tests of style `context`, and how they are trained on parts of them."""
 
+from types import MethodType
+
 import torch
 from torch import nn
 from torch.nn import functional
@@ -58,6 +60,24 @@ class Text(nn.Module):
         for block in self.blocks:
             x = block(x, mask)
         return self.head(x)
+
+
+class Apart(Text):
+    """Projects queries, keys and values apart, so that a plan may divide their heads."""
+
+    def __init__(self):
+        super().__init__()
+        for block in self.blocks:
+            del block.qkv
+            block.q, block.k, block.v = (nn.Linear(WIDTH, WIDTH) for _ in range(3))
+            block.attend = MethodType(_attend, block)
+
+
+def _attend(block, x, mask=None):
+    parts = (part(x).unflatten(2, (block.heads, -1)) for part in (block.q, block.k, block.v))
+    heads = (part.transpose(1, 2) for part in parts)
+    y = functional.scaled_dot_product_attention(*heads, attn_mask=mask, is_causal=block.is_causal)
+    return block.out(y.transpose(1, 2).flatten(2))
 
 
 class Paired(Text):

@@ -4,7 +4,18 @@ from functools import partial
 
 import pytest
 import torch
-from context_models import TOKENS, Fixed, Paired, Table, Text, batches, build, loss_fn, trained
+from context_models import (
+    TOKENS,
+    Apart,
+    Fixed,
+    Paired,
+    Table,
+    Text,
+    batches,
+    build,
+    loss_fn,
+    trained,
+)
 from ranks import Counted, run_warm
 from torch import nn
 from torch.nn import functional
@@ -109,6 +120,17 @@ def test_parts_of_sequences_with_other_techniques_equal_one_process(name, case, 
     ranks, config = CONFIGS[case]
     for found in run_warm(trained, ranks, config, *(MODELS | MORE)[name]):
         assert_equal(found, alone(name))
+
+
+@pytest.mark.sampled
+@pytest.mark.parametrize("rule", [RULE, RING], ids=["by heads", "ring"])
+def test_a_plan_may_divide_the_heads_beside_parts_of_sequences(rule):
+    apart = [{"match": f"blocks.*.{name}", "style": "colwise"} for name in ("q", "k", "v", "up")]
+    back = [{"match": f"blocks.*.{name}", "style": "rowwise"} for name in ("out", "down")]
+    config = {"mesh": {"cp": 2, "tp": 2}, "plan": [*apart, *back, rule]}
+    (expected,) = run_warm(trained, 1, {}, Apart)
+    for found in run_warm(trained, 4, config, Apart):
+        assert_equal(found, expected)
 
 
 class Changed(Text):

@@ -12,9 +12,9 @@ import inspect
 from collections.abc import Sequence
 from typing import Any
 
+import torch
 from torch import Tensor
 from torch.autograd import Function
-from torch.nn import Parameter
 
 from msrun.parallel.losses.calls.marks import Mark, Mixture
 from msrun.parallel.losses.torch_calls import script_line
@@ -60,9 +60,10 @@ class HostValues:
 
     def of_numpy(self, tensor: Tensor) -> Mixture | None:
         """Return that nobody knows what a tensor in memory of numpy was computed from."""
-        if not self._line or isinstance(tensor, Parameter) or tensor.grad_fn is not None:
+        if not self._line or type(tensor) is not Tensor or tensor.grad_fn is not None:
             return None
-        is_foreign = tensor.device.type == "cpu" and not tensor.untyped_storage().resizable()
+        is_plain = tensor.device.type == "cpu" and tensor.layout == torch.strided
+        is_foreign = is_plain and not tensor.untyped_storage().resizable()
         return self._unsure() if is_foreign else None
 
     def _unsure(self) -> Mixture:
