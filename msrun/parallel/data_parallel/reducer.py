@@ -137,7 +137,8 @@ class Bucket:
         self._votes = sums if votes else None
         # Marks are sums now: 0 only if no rank had a gradient.
         used = [1.0] * len(parts) if self._is_full else marks.tolist()
-        is_of_type = flat.dtype == self.params[0].dtype
+        # A forward may give a parameter another type, such as a router that casts its classifier.
+        is_of_type = all(param.dtype == flat.dtype for param in self.params)
         is_plain = is_of_type and not self._has_shards
         for param, part, shape, mark in zip(self.params, parts, self._shapes, used, strict=True):
             if mark and is_plain:
