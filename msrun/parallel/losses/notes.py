@@ -16,7 +16,7 @@ from torch import Tensor
 from torch.nn import Parameter
 
 from msrun.parallel.local import is_sharded
-from msrun.parallel.torch_compat import local_tensor, passes_straight
+from msrun.parallel.torch_compat import local_tensor, passes_straight, write_count
 
 _BITS = 62
 _SOURCE = "msrun_source"
@@ -70,6 +70,14 @@ def note_of_all_ranks(tensor: Tensor) -> None:
     """Note that `tensor` has values of all ranks, of which no part of the batch has others."""
     setattr(tensor, SAMPLES, (None, 0))
     vars(tensor).pop(MIXTURE, None)
+
+
+def copy_notes(source: Tensor, result: Tensor) -> None:
+    """Note of `result`, which takes the place of `source`, what is known of that."""
+    if (noted := getattr(source, SAMPLES, None)) is not None:
+        leave(result, SAMPLES, (noted[0], write_count(result), *noted[2:]))
+    if (mixture := getattr(source, MIXTURE, None)) is not None:
+        setattr(result, MIXTURE, mixture)
 
 
 def carried(tensor: Tensor, key: str) -> Any:

@@ -50,6 +50,7 @@ from msrun.parallel.losses.linked_terms import (
     RANGE,
 )
 from msrun.parallel.losses.mixing import Columns, columns, has_pairs, moves_samples, scattered
+from msrun.parallel.losses.notes import copy_notes
 from msrun.parallel.losses.own_gradients import BatchRows, is_gradient, is_pure_sum, is_sign
 from msrun.parallel.losses.row_terms import OF_ROWS, RowTerms
 from msrun.parallel.losses.terms import (
@@ -412,7 +413,9 @@ class LossWatch(RowTerms):
                     sums = x.nansum(dtype=wide), x.isnan().logical_not().sum()
                 else:
                     sums = x.sum(dtype=wide), torch.full((), x.numel(), device=x.device)
-                return self._mean(name, *sums, result.dtype, elements=elements)
+                mean = self._mean(name, *sums, result.dtype, elements=elements)
+                copy_notes(result, mean)
+                return mean
             is_mean = kind == "sum" and getattr(x, _DIVIDED, None) == self._number
             term = Term(
                 name=name,

@@ -255,7 +255,7 @@ class Failing(Leaving):
         x = self.down(functional.relu(self.up(x)))
         if Failing.calls >= 5 and threading.current_thread() is not threading.main_thread():
             raise ZeroDivisionError("the second copy")
-        return self.down(functional.relu(self.up(x.sum() + torch.zeros(len(x), 16))))
+        return self.down(functional.relu(self.up(x.sum(1, keepdim=True) + torch.zeros(len(x), 16))))
 
 
 def failing(model, count):

@@ -54,6 +54,7 @@ def penalized(config):
     losses = []
     # The script has the gradient of each sample, from that of the mean.
     warnings.filterwarnings("ignore", "msrun: the loss depends on a gradient by the samples")
+    warnings.filterwarnings("ignore", "msrun: the loss depends on the number of samples")
     for _ in range(STEPS):
         x = inputs[own].clone().requires_grad_()
         loss = functional.cross_entropy(network(x), target[own])

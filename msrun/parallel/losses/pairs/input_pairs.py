@@ -165,13 +165,12 @@ def _paired(call: TorchCall) -> Outcome:
         return None
     dim, across = places
     first, second = places[dim], places[across]
-    if not (first and second) or set(first) & set(second):
+    if not (first and second):
+        return None  # of one input or of two: nothing cuts them here
+    if set(first) & set(second):
         is_of_samples = call.samples > 1 and takes_gradients(call.result)
-        return (
-            Mark(dim, inputs=first, across=across, pairs=_OWN + call.line())
-            if is_of_samples
-            else None
-        )
+        own = Mark(dim, inputs=first, across=across, pairs=_OWN + call.line())
+        return own if is_of_samples else None
     if call.name in _ATTENDING:
         return _mixture(_shown(first, second, call))
     return Mark(dim, inputs=first, across=across, pairs=_shown(first, second, call))

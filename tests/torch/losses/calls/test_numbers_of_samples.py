@@ -239,7 +239,7 @@ def above_the_mean(output, target):
 # name -> a loss, and what the sentence names.
 LOSSES = {
     "counts of classes": (by_classes, "bincount over samples"),
-    "losses above the mean": (above_the_mean, "sum over samples"),
+    "losses above the mean": (above_the_mean, "mean over samples"),
     "a mean times samples": (
         lambda o, y: functional.cross_entropy(o, y) * len(o),
         "the number of samples",

@@ -114,8 +114,7 @@ def test_sums_of_ranks_are_refused(backward, name):
 )
 def test_what_is_of_a_part_of_the_batch_is_a_warning(backward, said):
     for _, found in run_warm(job, 2, backward):
-        assert len(found) == 1
-        assert said in found[0]
+        assert any(said in text for text in found)
 
 
 @pytest.mark.parametrize("backward", [above_baseline_of_all, by_gradient_of_mean, divided])
