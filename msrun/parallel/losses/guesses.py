@@ -17,14 +17,13 @@ from torch import Tensor
 
 from msrun.parallel.losses.calls.marks import Mark, Mixture, Outcome, TorchCall
 from msrun.parallel.losses.notes import PASSING
-from msrun.parallel.losses.torch_calls import of_values, over_samples, tensors_of
+from msrun.parallel.losses.torch_calls import of_values, tensors_of
 from msrun.parallel.torch_compat import function_of, passes_straight
 
 # Their result has values of their first argument in another form, or some of them.
 _MOVING = frozenset(["repeat", "tile", "repeat_interleave", "__get__"])  # as of `x.data`
 _MOVING |= {"index_select", "gather", "take_along_dim", "unfold", "ravel", "rot90", "diag_embed"}
 _MOVING |= {"hstack", "vstack", "dstack", "column_stack", "row_stack"}
-_SUM = over_samples("sum")
 _REPEATING = frozenset(["repeat", "tile"])
 # They put values of samples that were chosen by a mask or indices to where these samples are.
 PUTTING_BACK = frozenset(["__setitem__", "index_add", "index_copy", "index_put", "index_reduce"])
@@ -68,12 +67,8 @@ def marks_of_values(call: TorchCall) -> list[Mark]:
     """Return what is known of the tensors whose values the result of `call` has."""
     given = tensors_of(of_values(call.name, call.args, call.kwargs))
     marks = [mark for x in given if (mark := call.mark(x))]
-    if call.name != "grad":
-        return marks
-    # Gradients of a sum by samples are those of each sample.
-    return [
-        mark._replace(statistic="") if mark.statistic.startswith(_SUM) else mark for mark in marks
-    ]
+    # Gradients by samples are those of each; `own_gradients` knows which are others in parts.
+    return [mark._replace(statistic="") for mark in marks] if call.name == "grad" else marks
 
 
 def marks_behind(tensor: Tensor, known: Callable[[Any, int], list[Mark] | None]) -> list[Mark]:
