@@ -1054,6 +1054,11 @@ def compiled_whole(
     return torch.compile(forward, backend=looking, fullgraph=True, dynamic=is_dynamic)
 
 
+def is_graph_read() -> bool:
+    """Return whether a mode is active that follows samples by the graph of autograd."""
+    return any(getattr(mode, "reads_graph", False) for mode in _watches())
+
+
 def _watches() -> list[Any]:
     """Return the active function modes that only watch."""
     if not torch._C._len_torch_function_stack():  # noqa: SLF001 - as `unseen_by`

@@ -108,7 +108,7 @@ class SampleWatch(TorchFunctionMode):
         parts: Micro-batches.
     """
 
-    is_watch = True
+    is_watch = reads_graph = True
 
     def __init__(
         self,

@@ -243,7 +243,7 @@ class _Window(TorchFunctionMode):
         has_ended: Whether a backward pass has begun.
     """
 
-    is_watch = True
+    is_watch = reads_graph = True
     has_ended = False
 
     def __init__(

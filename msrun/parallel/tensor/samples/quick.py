@@ -95,6 +95,8 @@ def _axis_of_samples(x: Any) -> int | None:
     # has to save as many tensors as with it.
     is_watched = torch_compat.is_dispatching()
     is_watched = is_watched or (torch.is_grad_enabled() and torch_compat.checkpointed() is not None)
+    # In the first step torch's own nodes say what a gradient comes from.
+    is_watched = is_watched or torch_compat.is_graph_read()
     return None if is_watched else divided[0]
 
 
