@@ -30,6 +30,8 @@ from torch.utils.checkpoint import checkpoint
 
 from msrun.errors import ConfigError
 from msrun.parallel import torch_compat
+from msrun.parallel.losses.sample_watch import SampleWatch
+from msrun.parallel.losses.watch import LossWatch
 from msrun.parallel.torch_compat import (
     GENERATED,
     ShardSpecs,
@@ -66,6 +68,7 @@ from msrun.parallel.torch_compat import (
     is_dispatching,
     is_first_of_step_hooks,
     is_gathered,
+    is_graph_read,
     is_higher_order,
     is_in_backward,
     is_of_compiler,
@@ -400,6 +403,16 @@ class Seen(TorchFunctionMode):
     def __torch_function__(self, func, types, args=(), kwargs=None):
         self.count += 1
         return func(*args, **(kwargs or {}))
+
+
+def test_a_mode_tells_that_it_reads_the_graph():
+    x = torch.ones(4, 3, requires_grad=True)
+    assert not is_graph_read()
+    with LossWatch(4, [x]):
+        assert not is_graph_read()
+        with SampleWatch([x], 4):
+            assert is_graph_read()
+    assert not is_graph_read()
 
 
 def test_functions_are_unseen_by_a_mode_that_is_alone():

@@ -106,6 +106,7 @@ class SampleWatch(TorchFunctionMode):
     Attributes:
         samples: Samples in it.
         parts: Micro-batches.
+        reads_graph: As every watch that `torch_compat.is_graph_read` tells of.
     """
 
     is_watch = reads_graph = True

@@ -47,6 +47,8 @@ _CLOSE = 1e-9
 Place = tuple[int, int, int, int]  # first and last line, and columns
 # Of sizes, each with the dim that has samples; None for places where tensors are computed.
 Reads = dict[Place, int | None]
+# Operators and calls of a source file, each with the function that it is in.
+Tree = dict[Place, tuple[ast.AST, ast.AST]]
 _Function = ast.FunctionDef | ast.AsyncFunctionDef | ast.Lambda
 
 
@@ -86,6 +88,8 @@ class SizeFactors:
     def __init__(self, samples: int) -> None:
         self._samples = samples
         self._reads: dict[str, Reads] = {}
+        # Of source files, as long as somebody looks: a tree takes megabytes.
+        self._trees: dict[str, Tree] = {}
 
     def note(self, name: str, x: Tensor, dim: int, asked: int | None) -> None:
         """Note that a script reads sizes of a tensor.
@@ -133,25 +137,26 @@ class SizeFactors:
 
     def _follows(self, frame: FrameType, place: Place) -> bool:
         """Return whether a number of what runs at a place in the source follows from a size."""
-        reads = self._reads.get(frame.f_code.co_filename)
-        tree = _tree(frame.f_code.co_filename) if reads else None
-        if tree is None or not reads:
+        filename = frame.f_code.co_filename
+        reads = self._reads.get(filename)
+        if not reads:
             return False
-        if place not in tree:
+        if filename not in self._trees:
+            self._trees[filename] = _tree(filename)
+        if place not in self._trees[filename]:
             return False
-        node, function = tree[place]
+        node, function = self._trees[filename][place]
         names = _names(function, reads)
         return any(_is_size(operand, reads, names) for operand in _operands(node))
 
 
-@functools.lru_cache(maxsize=64)
-def _tree(filename: str) -> dict[Place, tuple[ast.AST, ast.AST]] | None:
-    """Return nodes of a source file by their place, each with the function that it is in."""
+def _tree(filename: str) -> Tree:
+    """Return nodes of a source file by their place; none of a file that is not Python's."""
     try:
         root = ast.parse("".join(linecache.getlines(filename)))
     except (SyntaxError, ValueError):
-        return None
-    found: dict[Place, tuple[ast.AST, ast.AST]] = {}
+        return {}
+    found: Tree = {}
     waiting: list[tuple[ast.AST, ast.AST]] = [(root, root)]
     while waiting:
         node, function = waiting.pop()

@@ -106,15 +106,25 @@ def test_sums_of_ranks_are_refused(backward, name):
 @pytest.mark.parametrize(
     ("backward", "said"),
     [
-        (scaled, "is a sum over a part of the batch (sum) times -4, and ranks average"),
-        (by_scaled_gradient, "is a sum over a part of the batch (a loss of each sample) times 0.5"),
-        (above_baseline, "depends on a mean of a part of the batch, "),
-        (apart, "depends on pairs of samples (cdist) of a part of the batch"),
+        (scaled, ["is a sum over a part of the batch (sum) times -4, and ranks average"]),
+        (
+            by_scaled_gradient,
+            ["is a sum over a part of the batch (a loss of each sample) times 0.5"],
+        ),
+        (  # of a line in the first step, and of the values that ranks have
+            above_baseline,
+            [
+                "depends on a mean over samples (test_plain_sums.py, line",
+                "depends on a mean of a part of the batch, 1.25 on rank 0 and 4.5 on rank 1",
+            ],
+        ),
+        (apart, ["depends on pairs of samples (cdist) of a part of the batch"]),
     ],
 )
 def test_what_is_of_a_part_of_the_batch_is_a_warning(backward, said):
     for _, found in run_warm(job, 2, backward):
-        assert any(said in text for text in found)
+        assert len(found) == len(said)
+        assert all(text in told for text, told in zip(said, found, strict=True))
 
 
 @pytest.mark.parametrize("backward", [above_baseline_of_all, by_gradient_of_mean, divided])
