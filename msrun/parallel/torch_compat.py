@@ -583,12 +583,13 @@ def _keep_what_is_written(
         wait_for_unshard()
         if is_gathered_anew:
             counts[:] = _write_counts(group)
-            if not (memories or torch.is_inference_mode_enabled()):
-                memories[:] = [param._unsharded_param.data for param in group.fsdp_params]  # noqa: SLF001
+        # What an evaluation in inference mode gathered may still be there for the next step.
+        if counts and not (memories or torch.is_inference_mode_enabled()):
+            memories[:] = [param._unsharded_param.data for param in group.fsdp_params]  # noqa: SLF001
 
     def keeping_to_sharded() -> None:
         # Evaluation in inference mode writes no parameter, and its tensors take no other memory.
-        if not group.is_sharded and counts and not torch.is_inference_mode_enabled():
+        if not group.is_sharded and memories and not torch.is_inference_mode_enabled():
             number = next(releases)
             looks = bool(wrote) or number <= _RELEASES_COMPARED or not number % _EVERY_RELEASES
             if _keep_writes(group, counts, memories, written, kept, looks=looks):
