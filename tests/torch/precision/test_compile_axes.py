@@ -291,6 +291,8 @@ def check(names):
             assert is_unchanged, name
 
 
+@pytest.mark.slow
+@pytest.mark.timeout(600)
 def test_modules_that_axes_touch_are_refused_by_name():
     check(EARLY)
 
