@@ -10,7 +10,6 @@ from typing import Literal
 
 import msgspec
 
-from msrun.parallel.plans.families import PLAN_NAMES, unknown_plan
 from msrun.parallel.settings.copies import copies_problem
 from msrun.parallel.settings.float8 import Float8, float8_problem
 from msrun.parallel.settings.grids import GRID_AXES
@@ -358,6 +357,11 @@ class ParallelConfig(ConfigSection, frozen=True, kw_only=True):
         """Refuse unknown names; the name of a plan alone becomes a list, so that text is a path."""
         if self.plan == "":
             raise ValueError("plan: '' names no file")
+        if not any(isinstance(part, str) for part in self.plan):
+            return
+        # Runs without such names do not wait for the tables of all families.
+        from msrun.parallel.plans.families import PLAN_NAMES, unknown_plan
+
         if isinstance(self.plan, str):
             if self.plan in PLAN_NAMES:
                 msgspec.structs.force_setattr(self, "plan", [self.plan])
