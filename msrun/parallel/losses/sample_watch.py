@@ -151,15 +151,20 @@ class SampleWatch(TorchFunctionMode):
     ) -> Any:
         """Run `func`; see the class."""
         del types
-        kwargs = kwargs or {}
+        return self.follow(func, func, *args, **kwargs or {})
+
+    def follow(
+        self, func: Callable[..., Any], run: Callable[..., Any], /, *args: Any, **kwargs: Any
+    ) -> Any:
+        """Return what `run` returns, which calls `func` and may follow it too."""
         if func in SIZES:
-            return self._size(func, args, kwargs)
+            return self._size(func, run(*args, **kwargs), (*args, *kwargs.values()))
         name, given = _name(func), tensors_of((*args, *kwargs.values()))
         # Before the call, which may write them.
         marks = {id(tensor): mark for tensor in given if (mark := self._mark(tensor))}
         mixture = handed_on(name, args, kwargs, self._mixture) or self._host.mixture(name, args)
         try:
-            result = func(*args, **kwargs)
+            result = run(*args, **kwargs)
         except (RuntimeError, IndexError, ValueError) as error:
             self._note_failure(error, func, args, kwargs, marks)
             raise
@@ -213,13 +218,11 @@ class SampleWatch(TorchFunctionMode):
                 self._leave_unknown(tensor, is_written=is_written)
             self._note(tensor, outcome, mixture)
 
-    def _size(self, func: Callable[..., Any], args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+    def _size(self, func: Callable[..., Any], result: Any, args: Sequence[Any]) -> Any:
         """Return sizes of a tensor, and note that a script reads that of samples."""
-        result, x = func(*args, **kwargs), args[0]
-        mark = self._mark(x)
+        mark = self._mark(x := args[0])
         if mark and mark.dim is not None and not mark.is_guess and x.shape[mark.dim]:
-            asked = next((value for value in (*args[1:], *kwargs.values())), None)
-            self._sizes.note(_name(func), x, mark.dim, asked)
+            self._sizes.note(_name(func), x, mark.dim, next(iter(args[1:]), None))
         return result
 
     def _outcome(self, call: TorchCall) -> Outcome:

@@ -21,8 +21,10 @@ of a compiled model, which runs eagerly in a window.
 from __future__ import annotations
 
 import contextlib
+import functools
 import warnings
 import weakref
+from collections import Counter
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from typing import Any, Literal
 
@@ -62,6 +64,8 @@ from msrun.parallel.torch_compat import (
 )
 
 _STEPS, _EVERY = (1, 2, 3, 10, 100), 1000
+# Of one model in a step: what mixes samples in a loop of calls does so in the first ones.
+_CALLS_FOLLOWED = 8
 _HINT = (
     "rt.step divides by the count of all ranks; a loop may divide the sum by "
     "rt.mean_over_data(count), which all ranks have"
@@ -112,7 +116,7 @@ class PlainLosses:
         if self._is_due(model) and (self._steps == 0 or model not in self._without_loss):
             window = self._look(batch)
             if mixes and self._steps == 0:
-                window.look_for_mixtures(batch)
+                window.look_for_mixtures(model, batch)
 
     def end_call(self, model: nn.Module, batch: Sequence[Tensor], output: Any) -> None:
         """Take the output of `model` for the batch of what follows, but for a loss."""
@@ -231,6 +235,23 @@ class PlainLosses:
         self._open.close()
 
 
+class _ReadsGraph(TorchFunctionMode):
+    """Says so to functions below, where the window has left the modes: see `is_graph_read`."""
+
+    is_watch = reads_graph = True
+
+    def __torch_function__(
+        self,
+        func: Callable[..., Any],
+        types: Iterable[type],
+        args: tuple[Any, ...] = (),
+        kwargs: dict[str, Any] | None = None,
+    ) -> Any:
+        """Run `func`."""
+        del types
+        return func(*args, **kwargs or {})
+
+
 class _Window(TorchFunctionMode):
     """While it is among the modes of a thread, its watches see functions of torch.
 
@@ -257,12 +278,14 @@ class _Window(TorchFunctionMode):
         self._samples = _samples(batch)
         self._losses = LossWatch(_samples(batch), inputs=batch)
         self._mixtures: list[SampleWatch] = []
+        self._calls: Counter[nn.Module] = Counter()
         self._problem: ModelError | None = None
         self._outputs: set[Any] = set()  # nodes of autograd
 
-    def look_for_mixtures(self, batch: Sequence[Tensor]) -> None:
-        """Look for what mixes samples of `batch`, too."""
-        if samples := _samples(batch):
+    def look_for_mixtures(self, model: nn.Module, batch: Sequence[Tensor]) -> None:
+        """Look for what mixes samples of `batch` in a call of `model`, too."""
+        self._calls[model] += 1
+        if self._calls[model] <= _CALLS_FOLLOWED and (samples := _samples(batch)):
             self._mixtures.append(SampleWatch([*batch], samples, has_labels=True))
 
     def __torch_function__(
@@ -298,12 +321,31 @@ class _Window(TorchFunctionMode):
         kwargs: dict[str, Any],
     ) -> Any:
         try:
-            with self._looking() if self._mixtures else contextlib.nullcontext():
-                # As if it were the mode on top, which takes longer to enter.
-                return self._losses.__torch_function__(func, types, args, kwargs)
+            with _ReadsGraph() if self._mixtures else contextlib.nullcontext():
+                return self._follow(func, types, args, kwargs)
         except ModelError as error:  # of a loss over the samples of the part
             self._problem = error
         return func(*args, **kwargs)
+
+    def _follow(
+        self,
+        func: Callable[..., Any],
+        types: Iterable[type],
+        args: tuple[Any, ...],
+        kwargs: dict[str, Any],
+    ) -> Any:
+        """Run `func` as all watches do.
+
+        None of them is a mode, which would take longer to enter, and follow what the others call:
+        each call of a model in a step would make the step several times longer.
+        """
+
+        def run(*args: Any, **kwargs: Any) -> Any:
+            return self._losses.__torch_function__(func, types, args, kwargs)
+
+        for watch in self._mixtures:
+            run = functools.partial(watch.follow, func, run)
+        return run(*args, **kwargs)
 
     @contextlib.contextmanager
     def _taking_gradients(self, outputs: Any, inputs: Any, *_: Any, **__: Any) -> Iterator[None]:
@@ -321,13 +363,6 @@ class _Window(TorchFunctionMode):
             if _UNUSED in str(error) and any(map(is_sharded, params)):
                 raise ModelError(_DIVIDED, hint=_DIVIDED_HINT) from None
             raise
-
-    @contextlib.contextmanager
-    def _looking(self) -> Iterator[None]:
-        with contextlib.ExitStack() as watches:
-            for watch in self._mixtures:
-                watches.enter_context(watch)
-            yield
 
     def take(self, tensors: Iterable[Tensor]) -> None:
         """Let `tensors`, outputs of the model, be parts of the batch, but for a loss."""
