@@ -21,6 +21,7 @@ of a compiled model, which runs eagerly in a window.
 from __future__ import annotations
 
 import contextlib
+import functools
 import warnings
 import weakref
 from collections.abc import Callable, Iterable, Iterator, Sequence
@@ -256,14 +257,13 @@ class _Window(TorchFunctionMode):
         self._note, self._note_gradients = note, note_gradients
         self._samples = _samples(batch)
         self._losses = LossWatch(_samples(batch), inputs=batch)
-        self._mixtures: list[SampleWatch] = []
+        self._mixtures = _SampleWatches()
         self._problem: ModelError | None = None
         self._outputs: set[Any] = set()  # nodes of autograd
 
     def look_for_mixtures(self, batch: Sequence[Tensor]) -> None:
         """Look for what mixes samples of `batch`, too."""
-        if samples := _samples(batch):
-            self._mixtures.append(SampleWatch([*batch], samples, has_labels=True))
+        self._mixtures.take(batch)
 
     def __torch_function__(
         self,
@@ -298,7 +298,7 @@ class _Window(TorchFunctionMode):
         kwargs: dict[str, Any],
     ) -> Any:
         try:
-            with self._looking() if self._mixtures else contextlib.nullcontext():
+            with self._mixtures if self._mixtures.watches else contextlib.nullcontext():
                 # As if it were the mode on top, which takes longer to enter.
                 return self._losses.__torch_function__(func, types, args, kwargs)
         except ModelError as error:  # of a loss over the samples of the part
@@ -321,13 +321,6 @@ class _Window(TorchFunctionMode):
             if _UNUSED in str(error) and any(map(is_sharded, params)):
                 raise ModelError(_DIVIDED, hint=_DIVIDED_HINT) from None
             raise
-
-    @contextlib.contextmanager
-    def _looking(self) -> Iterator[None]:
-        with contextlib.ExitStack() as watches:
-            for watch in self._mixtures:
-                watches.enter_context(watch)
-            yield
 
     def take(self, tensors: Iterable[Tensor]) -> None:
         """Let `tensors`, outputs of the model, be parts of the batch, but for a loss."""
@@ -368,10 +361,49 @@ class _Window(TorchFunctionMode):
 
     def mixture(self, loss: Tensor) -> ModelError | None:
         """Return what is wrong with `loss` if it depends on mixed samples; or warn of it."""
-        for watch in self._mixtures:
+        for watch in self._mixtures.watches.values():
             if problem := watch.read(loss, is_cut=False):
                 return problem
         return self._problem
+
+
+class _SampleWatches(TorchFunctionMode):
+    """While it is active, watches of what mixes samples see functions, and not each other.
+
+    A watch looks up dozens of things at each function.  As modes above each other they would see
+    that too, which takes a power of their number.
+
+    Attributes:
+        watches: By how many samples the batches have; calls of a model with as many share one.
+    """
+
+    is_watch = reads_graph = True
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.watches: dict[int, SampleWatch] = {}
+
+    def take(self, batch: Sequence[Tensor]) -> None:
+        """Look at what a model gets."""
+        samples = _samples(batch)
+        if samples in self.watches:
+            self.watches[samples].take([*batch])
+        elif samples:
+            self.watches[samples] = SampleWatch([*batch], samples, has_labels=True)
+
+    def __torch_function__(
+        self,
+        func: Callable[..., Any],
+        types: Iterable[type],
+        args: tuple[Any, ...] = (),
+        kwargs: dict[str, Any] | None = None,
+    ) -> Any:
+        """Run `func`; see the class."""
+        del types
+        run = func
+        for watch in self.watches.values():
+            run = functools.partial(watch.see, func, run)
+        return run(*args, **(kwargs or {}))
 
 
 @contextlib.contextmanager
