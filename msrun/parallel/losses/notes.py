@@ -48,8 +48,7 @@ def watch_numbers() -> Iterator[int]:
 def hand_on(source: Tensor, result: Tensor) -> None:
     """Note that `result`, which a layer computed from `source` in parts, keeps its samples."""
     if result.grad_fn is not None:
-        metadata: Any = result.grad_fn.metadata
-        metadata[_SOURCE] = source
+        metadata_of(result.grad_fn)[_SOURCE] = source
 
 
 def source_of(node: Any) -> Tensor | None:
@@ -62,8 +61,13 @@ def leave(tensor: Tensor, key: str, noted: Any) -> None:
     """Note something at a tensor, and at the node of autograd that it comes from."""
     setattr(tensor, key, noted)
     if tensor.grad_fn is not None:
-        metadata: Any = tensor.grad_fn.metadata
-        metadata[key, tensor.output_nr] = noted
+        metadata_of(tensor.grad_fn)[key, tensor.output_nr] = noted
+
+
+def metadata_of(node: Any) -> dict[Any, Any]:
+    """Return what anybody notes at a node of autograd; torch declares it as a method."""
+    found: dict[Any, Any] = node.metadata
+    return found
 
 
 def note_of_all_ranks(tensor: Tensor) -> None:

@@ -43,18 +43,14 @@ from msrun.parallel.losses.calls.marks import Known, Mark, Mixture, Outcome, Tor
 from msrun.parallel.losses.calls.orders import ORDERING
 from msrun.parallel.losses.calls.size_factors import SIZES, SizeFactors
 from msrun.parallel.losses.calls.whole_numbers import handed_on, of_result
-from msrun.parallel.losses.guesses import (
-    PUTTING_BACK,
-    guess,
-    marks_behind,
-    marks_of_values,
-)
+from msrun.parallel.losses.guesses import PUTTING_BACK, guess, marks_behind, marks_of_values
 from msrun.parallel.losses.notes import (
     MIXTURE,
     SAMPLES,
     carried,
     graph_of,
     leave,
+    metadata_of,
     node_of,
     note_of_all_ranks,
     watch_numbers,
@@ -134,10 +130,14 @@ class SampleWatch(TorchFunctionMode):
         self._pairs = ""  # of rows of different inputs, that were computed first
         # Mixtures and the nodes of autograd whose results have them.
         self._found: list[tuple[Mixture, Any]] = []
-        if parts == 1:
-            names = ()
+        self.take(batch, dim, names if parts > 1 else ())
+
+    def take(self, batch: Any, dim: int = 0, names: Iterable[str] = ()) -> None:
+        """Let `batch`, of another call of a model too, have its samples in `dim`."""
         for tensor, name in itertools.zip_longest(tensors_in(batch), names):
-            if name != "" and tensor.dim() > dim and tensor.shape[dim] == samples:
+            if (mark := self._mark(tensor)) and not mark.is_guess:
+                continue  # that of an earlier call
+            if name != "" and tensor.dim() > dim and tensor.shape[dim] == self.samples:
                 self._leave(tensor, Mark(dim, inputs=(shown_input(name, tensor),) if name else ()))
             elif tensor.dim():
                 self._leave_whole([tensor])
@@ -151,14 +151,14 @@ class SampleWatch(TorchFunctionMode):
     ) -> Any:
         """Run `func`; see the class."""
         del types
-        return self.follow(func, func, *args, **kwargs or {})
+        return self.see(func, func, *args, **(kwargs or {}))
 
-    def follow(
+    def see(
         self, func: Callable[..., Any], run: Callable[..., Any], /, *args: Any, **kwargs: Any
     ) -> Any:
-        """Return what `run` returns, which calls `func` and may follow it too."""
+        """Return what `run` does, which is `func` or lets other watches see it."""
         if func in SIZES:
-            return self._size(func, run(*args, **kwargs), (*args, *kwargs.values()))
+            return self._size(func, run(*args, **kwargs), args, kwargs)
         name, given = _name(func), tensors_of((*args, *kwargs.values()))
         # Before the call, which may write them.
         marks = {id(tensor): mark for tensor in given if (mark := self._mark(tensor))}
@@ -218,11 +218,15 @@ class SampleWatch(TorchFunctionMode):
                 self._leave_unknown(tensor, is_written=is_written)
             self._note(tensor, outcome, mixture)
 
-    def _size(self, func: Callable[..., Any], result: Any, args: Sequence[Any]) -> Any:
+    def _size(
+        self, func: Callable[..., Any], result: Any, args: Sequence[Any], kwargs: dict[str, Any]
+    ) -> Any:
         """Return sizes of a tensor, and note that a script reads that of samples."""
-        mark = self._mark(x := args[0])
+        x = args[0]
+        mark = self._mark(x)
         if mark and mark.dim is not None and not mark.is_guess and x.shape[mark.dim]:
-            self._sizes.note(_name(func), x, mark.dim, next(iter(args[1:]), None))
+            asked = next((value for value in (*args[1:], *kwargs.values())), None)
+            self._sizes.note(_name(func), x, mark.dim, asked)
         return result
 
     def _outcome(self, call: TorchCall) -> Outcome:
@@ -329,7 +333,7 @@ class SampleWatch(TorchFunctionMode):
         if is_written:
             vars(tensor).pop(_MARK, None)  # it has other values
         if tensor.grad_fn:
-            _metadata(tensor.grad_fn)[_SEEN, tensor.output_nr] = self._number
+            metadata_of(tensor.grad_fn)[_SEEN, tensor.output_nr] = self._number
 
     def _leave_order(self, result: Any, given: Sequence[Tensor]) -> None:
         """Note that indices are an order of their own, or that of the indices they are."""
@@ -385,7 +389,7 @@ class SampleWatch(TorchFunctionMode):
         if tensor.grad_fn is None or not self._may_be_guessed(tensor):
             return None
         marks = marks_behind(tensor, self._known_of_node)
-        metadata, place = _metadata(tensor.grad_fn), tensor.output_nr
+        metadata, place = metadata_of(tensor.grad_fn), tensor.output_nr
         is_written = tensor.grad_fn.name().endswith(_WRITTEN_VIEW)
         if is_written or metadata.get((_SEEN, place)) == self._number:  # by linear functions
             marks = [mark._replace(statistic="") for mark in marks]
@@ -408,7 +412,7 @@ class SampleWatch(TorchFunctionMode):
 
     def _known_of_node(self, node: Any, output: int) -> list[Mark] | None:
         """Return what is known of an output of a node of autograd, or of what it comes from."""
-        metadata = _metadata(node)
+        metadata = metadata_of(node)
         noted = metadata.get((_MARK, output))
         if noted is None and (leaf := getattr(node, "variable", None)) is not None:
             noted = None if isinstance(leaf, Parameter) else getattr(leaf, _MARK, None)
@@ -486,12 +490,6 @@ class SampleWatch(TorchFunctionMode):
             return ModelError(text, hint=reached.hint or _HINT)
         warnings.warn(f"msrun: {text}: {_HINT}{_GATHER}", stacklevel=6)
         return None
-
-
-def _metadata(node: Any) -> dict[Any, Any]:
-    """Return what anybody notes at a node of autograd; torch declares it as a method."""
-    found: dict[Any, Any] = node.metadata
-    return found
 
 
 def _name(func: Callable[..., Any]) -> str:

@@ -24,7 +24,6 @@ import contextlib
 import functools
 import warnings
 import weakref
-from collections import Counter
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from typing import Any, Literal
 
@@ -64,8 +63,6 @@ from msrun.parallel.torch_compat import (
 )
 
 _STEPS, _EVERY = (1, 2, 3, 10, 100), 1000
-# Of one model in a step: what mixes samples in a loop of calls does so in the first ones.
-_CALLS_FOLLOWED = 8
 _HINT = (
     "rt.step divides by the count of all ranks; a loop may divide the sum by "
     "rt.mean_over_data(count), which all ranks have"
@@ -116,7 +113,7 @@ class PlainLosses:
         if self._is_due(model) and (self._steps == 0 or model not in self._without_loss):
             window = self._look(batch)
             if mixes and self._steps == 0:
-                window.look_for_mixtures(model, batch)
+                window.look_for_mixtures(batch)
 
     def end_call(self, model: nn.Module, batch: Sequence[Tensor], output: Any) -> None:
         """Take the output of `model` for the batch of what follows, but for a loss."""
@@ -235,23 +232,6 @@ class PlainLosses:
         self._open.close()
 
 
-class _ReadsGraph(TorchFunctionMode):
-    """Says so to functions below, where the window has left the modes: see `is_graph_read`."""
-
-    is_watch = reads_graph = True
-
-    def __torch_function__(
-        self,
-        func: Callable[..., Any],
-        types: Iterable[type],
-        args: tuple[Any, ...] = (),
-        kwargs: dict[str, Any] | None = None,
-    ) -> Any:
-        """Run `func`."""
-        del types
-        return func(*args, **kwargs or {})
-
-
 class _Window(TorchFunctionMode):
     """While it is among the modes of a thread, its watches see functions of torch.
 
@@ -277,16 +257,13 @@ class _Window(TorchFunctionMode):
         self._note, self._note_gradients = note, note_gradients
         self._samples = _samples(batch)
         self._losses = LossWatch(_samples(batch), inputs=batch)
-        self._mixtures: list[SampleWatch] = []
-        self._calls: Counter[nn.Module] = Counter()
+        self._mixtures = _SampleWatches()
         self._problem: ModelError | None = None
         self._outputs: set[Any] = set()  # nodes of autograd
 
-    def look_for_mixtures(self, model: nn.Module, batch: Sequence[Tensor]) -> None:
-        """Look for what mixes samples of `batch` in a call of `model`, too."""
-        self._calls[model] += 1
-        if self._calls[model] <= _CALLS_FOLLOWED and (samples := _samples(batch)):
-            self._mixtures.append(SampleWatch([*batch], samples, has_labels=True))
+    def look_for_mixtures(self, batch: Sequence[Tensor]) -> None:
+        """Look for what mixes samples of `batch`, too."""
+        self._mixtures.take(batch)
 
     def __torch_function__(
         self,
@@ -321,31 +298,12 @@ class _Window(TorchFunctionMode):
         kwargs: dict[str, Any],
     ) -> Any:
         try:
-            with _ReadsGraph() if self._mixtures else contextlib.nullcontext():
-                return self._follow(func, types, args, kwargs)
+            with self._mixtures if self._mixtures.watches else contextlib.nullcontext():
+                # As if it were the mode on top, which takes longer to enter.
+                return self._losses.__torch_function__(func, types, args, kwargs)
         except ModelError as error:  # of a loss over the samples of the part
             self._problem = error
         return func(*args, **kwargs)
-
-    def _follow(
-        self,
-        func: Callable[..., Any],
-        types: Iterable[type],
-        args: tuple[Any, ...],
-        kwargs: dict[str, Any],
-    ) -> Any:
-        """Run `func` as all watches do.
-
-        None of them is a mode, which would take longer to enter, and follow what the others call:
-        each call of a model in a step would make the step several times longer.
-        """
-
-        def run(*args: Any, **kwargs: Any) -> Any:
-            return self._losses.__torch_function__(func, types, args, kwargs)
-
-        for watch in self._mixtures:
-            run = functools.partial(watch.follow, func, run)
-        return run(*args, **kwargs)
 
     @contextlib.contextmanager
     def _taking_gradients(self, outputs: Any, inputs: Any, *_: Any, **__: Any) -> Iterator[None]:
@@ -403,10 +361,49 @@ class _Window(TorchFunctionMode):
 
     def mixture(self, loss: Tensor) -> ModelError | None:
         """Return what is wrong with `loss` if it depends on mixed samples; or warn of it."""
-        for watch in self._mixtures:
+        for watch in self._mixtures.watches.values():
             if problem := watch.read(loss, is_cut=False):
                 return problem
         return self._problem
+
+
+class _SampleWatches(TorchFunctionMode):
+    """While it is active, watches of what mixes samples see functions, and not each other.
+
+    A watch looks up dozens of things at each function.  As modes above each other they would see
+    that too, which takes a power of their number.
+
+    Attributes:
+        watches: By how many samples the batches have; calls of a model with as many share one.
+    """
+
+    is_watch = reads_graph = True
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.watches: dict[int, SampleWatch] = {}
+
+    def take(self, batch: Sequence[Tensor]) -> None:
+        """Look at what a model gets."""
+        samples = _samples(batch)
+        if samples in self.watches:
+            self.watches[samples].take([*batch])
+        elif samples:
+            self.watches[samples] = SampleWatch([*batch], samples, has_labels=True)
+
+    def __torch_function__(
+        self,
+        func: Callable[..., Any],
+        types: Iterable[type],
+        args: tuple[Any, ...] = (),
+        kwargs: dict[str, Any] | None = None,
+    ) -> Any:
+        """Run `func`; see the class."""
+        del types
+        run = func
+        for watch in self.watches.values():
+            run = functools.partial(watch.see, func, run)
+        return run(*args, **(kwargs or {}))
 
 
 @contextlib.contextmanager
