@@ -3,15 +3,15 @@
 from __future__ import annotations
 
 import contextlib
+import functools
 import io
 import math
-from functools import partial
 
 import pytest
 import torch
 from auto_models import GPT, MODELS, Llama, Perceptron
 from auto_plans import megatron, samples, save_plan, vocabulary
-from ranks import Counted, run_ranks
+from ranks import Counted, run_warm
 from torch import nn
 from torch.nn import functional
 
@@ -143,10 +143,16 @@ def auto(path, name, mesh, **wanted):
     return {"mode": "auto", "mesh": mesh, "plan": str(path)}
 
 
+@functools.cache
+def alone(name):
+    """Return what one process finds."""
+    return run_warm(train, 1, {"mesh": {"dp": 1}}, name)[0]
+
+
 def assert_as_one_process(name, config, *, runs_on):
     """Train with `config` and compare; return the collectives of a step."""
-    ((want, weights, _, _),) = run_ranks(train, 1, {"mesh": {"dp": 1}}, name)
-    found = run_ranks(train, math.prod(config["mesh"].values()), config, name)
+    want, weights, *_ = alone(name)
+    found = run_warm(train, math.prod(config["mesh"].values()), config, name)
     assert found[0][2] == f"parallel.mode: auto runs on {runs_on}\n"
     for losses, own, _, _ in found:
         assert losses == pytest.approx(want, rel=1e-10)
@@ -198,7 +204,11 @@ def test_styles_beside_state_in_parts(tmp_path):
     assert_as_one_process("wide", config, runs_on="styles")
 
 
-@pytest.mark.parametrize("mesh", [{"tp": 2}, {"dp": 2, "tp": 2}], ids=["tp", "dp-tp"])
+@pytest.mark.parametrize(
+    "mesh",
+    [pytest.param({"tp": 2}, marks=pytest.mark.slow), {"dp": 2, "tp": 2}],
+    ids=["tp", "dp-tp"],
+)
 def test_a_vocabulary_that_is_cut_for_embedding_and_head(mesh, tmp_path):
     config = auto(tmp_path / "plan.json", "tied", mesh, divides=vocabulary)
     assert_as_one_process("tied", config, runs_on="styles")
@@ -217,19 +227,19 @@ def test_other_patterns_are_left_to_the_executor(tmp_path):
 
 def test_dropout_is_left_to_the_executor(tmp_path):
     config = auto(tmp_path / "plan.json", "dropping", {"dp": 2})
-    found = run_ranks(train, 2, config, "dropping")
+    found = run_warm(train, 2, config, "dropping")
     assert found[0][2] == "parallel.mode: auto runs on executor\n"
 
 
 @pytest.mark.parametrize("stored", [pytest.param("whole", marks=pytest.mark.slow), "state-cut"])
 def test_checkpoints_go_on_under_the_executor_and_back(stored, tmp_path):
-    ((want, _, _, _),) = run_ranks(train, 1, {"mesh": {"dp": 1}}, "gpt")
+    want, *_ = alone("gpt")
     one = auto(tmp_path / "one.json", "gpt", {"dp": 2}, stored=STORED[stored])
     other = auto(tmp_path / "other.json", "gpt", {"tp": 2}, divides=samples)
     for number, (first, second) in enumerate(((one, other), (other, one))):
         folder = str(tmp_path / f"checkpoint{number}")
-        (_, _, before, _), _ = run_ranks(partial(train, stop=2), 2, first, "gpt", folder)
-        found = run_ranks(partial(train, start=2), 2, second, "gpt", folder)
+        (_, _, before, _), _ = run_warm(functools.partial(train, stop=2), 2, first, "gpt", folder)
+        found = run_warm(functools.partial(train, start=2), 2, second, "gpt", folder)
         assert {before, found[0][2]} == {
             f"parallel.mode: auto runs on {by}\n" for by in ("data parallel", "executor")
         }

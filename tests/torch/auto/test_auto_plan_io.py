@@ -2,13 +2,14 @@
 
 from __future__ import annotations
 
+import contextlib
 import json
 import math
 
 import pytest
 import torch
 from auto_models import GPT, MODELS, Llama
-from ranks import Counted, run_ranks, run_warm
+from ranks import Counted, run_warm
 
 import msrun
 from msrun.cli.main import main
@@ -29,14 +30,24 @@ AUTO = {"mode": "auto", "mesh": MESH}
 MEMORY = "400KiB"
 
 
+@pytest.fixture(scope="module")
+def plan(tmp_path_factory):
+    """Return the text of a plan."""
+    folder = tmp_path_factory.mktemp("searched")
+    (folder / "saved_gpt.py").write_text(MODEL)
+    words = ("--world", "4", "--mesh", "dp=2,tp=2", "--topology", "cpu", "-o", "plan.json")
+    with contextlib.chdir(folder):
+        assert main(["search", "saved_gpt.py:make", "--memory", MEMORY, *words]) == 0
+    return (folder / "plan.json").read_text()
+
+
 @pytest.fixture
-def saved(tmp_path, monkeypatch):
+def saved(plan, tmp_path, monkeypatch):
     """Return the file of a plan."""
     monkeypatch.chdir(tmp_path)
-    (tmp_path / "saved_gpt.py").write_text(MODEL)
-    words = ("--world", "4", "--mesh", "dp=2,tp=2", "--topology", "cpu", "-o", "plan.json")
-    assert main(["search", "saved_gpt.py:make", "--memory", MEMORY, *words]) == 0
-    return tmp_path / "plan.json"
+    file = tmp_path / "plan.json"
+    file.write_text(plan)
+    return file
 
 
 def local(rt, batch):
@@ -71,11 +82,10 @@ def test_a_saved_plan_runs_as_a_found_one_and_as_one_process(saved):
     ((want, weights, _, _),) = run_warm(train, 1, {"mesh": {"dp": 1}})
     found = run_warm(train, 4, AUTO | {"memory": MEMORY})
     loaded = run_warm(train, 4, AUTO | {"plan": str(saved)})
-    # The plan knows its mesh.
-    loaded += run_warm(train, 4, AUTO | {"mesh": "auto", "plan": str(saved)})
     plan = json.loads(saved.read_text()) | {"recompute": True}
     saved.write_text(json.dumps(plan))
-    again = run_warm(train, 4, AUTO | {"plan": str(saved)})
+    # The plan knows its mesh.
+    again = run_warm(train, 4, AUTO | {"mesh": "auto", "plan": str(saved)})
     for losses, whole, places, _ in (*loaded, *again):
         assert losses == pytest.approx(want, rel=1e-10)
         for name, weight in weights.items():
@@ -132,7 +142,7 @@ def three_sizes():
 def test_a_plan_for_something_else_is_refused(saved, change, mesh, sentence):
     saved.write_text(json.dumps(json.loads(saved.read_text()) | change))
     config = {"mode": "auto", "mesh": mesh, "plan": "plan.json"}
-    for said in run_ranks(refused, math.prod(mesh.values()), config, gpt):
+    for said in run_warm(refused, math.prod(mesh.values()), config, gpt):
         assert said == f"parallel.plan: {sentence}"
 
 
@@ -140,7 +150,7 @@ def test_a_plan_for_something_else_is_refused(saved, change, mesh, sentence):
 def test_a_plan_of_another_model_is_refused(saved, make):
     config = AUTO | {"plan": "plan.json"}
     program = json.loads(saved.read_text())["program"]
-    for said in run_ranks(refused, 4, config, make):
+    for said in run_warm(refused, 4, config, make):
         assert said.startswith(f"parallel.plan: plan.json is for a model of {program}, and this ")
         assert said.count("parameters and") == 2
 
@@ -149,7 +159,7 @@ def test_what_is_no_plan_is_refused(saved):
     saved.write_text('{"version": 2}')
     config = AUTO | {"plan": "plan.json"}
     sentence = "parallel.plan: plan.json is no plan of msrun search: Object missing required field"
-    for said in run_ranks(refused, 4, config, gpt):
+    for said in run_warm(refused, 4, config, gpt):
         assert said.startswith(sentence)
 
 

@@ -29,7 +29,7 @@ from msrun.parallel.search.solve.problem import Setting
 pytestmark = pytest.mark.torch
 
 RANKS = 2
-PARTS = 8
+PARTS = 2
 SETTING = Setting(sizes=(RANKS,), topology=PRESETS["cpu"])
 PACKETS = sorted({packet for packet, *_ in CALLS})
 # Choices of ours that DTensor answers otherwise than we do, and why ours are right all the same:

@@ -238,7 +238,7 @@ def moments(name, *, has_plan):
     return both.mean((0, 2, 3)).tolist(), both.std((0, 2, 3)).tolist()
 
 
-RUNS = 200
+RUNS = 100
 
 
 @pytest.mark.parametrize("name", CALLS)

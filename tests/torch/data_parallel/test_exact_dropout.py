@@ -39,7 +39,7 @@ def alone():
         (2, {}),
         pytest.param(4, {}, marks=pytest.mark.slow),
         (2, {"optimizer": {"zero": 3}}),
-        (4, {"optimizer": {"zero": 1}} | RECOMPUTE),
+        pytest.param(4, {"optimizer": {"zero": 1}} | RECOMPUTE, marks=pytest.mark.slow),
         pytest.param(4, DP_TP, marks=pytest.mark.slow),
         (4, DP_TP | RECOMPUTE),
     ],

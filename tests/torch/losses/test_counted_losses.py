@@ -15,7 +15,7 @@ from msrun.parallel.losses.tally import LossTally, TallyRanks
 
 pytestmark = pytest.mark.torch
 
-CLASSES, SAMPLES, STEPS = 10, 8, 3
+CLASSES, SAMPLES, STEPS = 10, 8, 2
 PLAN = [{"match": "up", "style": "colwise"}, {"match": "mid", "style": "rowwise"}]
 PIPELINE = {"stages": {"up": 0, "mid": 1, "down": 1}, "microbatches": 2}
 WEIGHT = torch.linspace(0.2, 2.0, CLASSES, dtype=torch.float64)
