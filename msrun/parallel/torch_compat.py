@@ -528,7 +528,7 @@ def watch_units(
     completed: Callable[[list[str], list[str]], None] = lambda *_: None,
     written: Callable[[str], None] = lambda _: None,
     kept: Callable[[Tensor], None] = lambda _: None,
-    gathering: Callable[[], None] = lambda: None,
+    gathering: Callable[[str], None] = lambda _: None,
 ) -> None:
     """Call back when modules of `fully_shard` in `model` gather or reduce.
 
@@ -550,7 +550,7 @@ def watch_units(
         written: Called with the name of a parameter that a script wrote while it was gathered in
             another type; others keep what was written.
         kept: Called with such a parameter before it is released.
-        gathering: Called before the gather of a module starts.
+        gathering: Called with the name of a module before its gather starts.
     """
     from torch.distributed.fsdp import FSDPModule, fully_shard
 
@@ -559,7 +559,7 @@ def watch_units(
             state: Any = fully_shard.state(module)  # type: ignore[attr-defined]
             for group in state._fsdp_param_groups:  # noqa: SLF001
                 check = partial(_check_gradients, group, sparse, changed, completed)
-                _before_gather(group, gathering)
+                _before_gather(group, partial(gathering, name))
                 _watch_unit(group, partial(gathered, name), reduced, check, differentiated)
                 _keep_what_is_written(group, written, kept)
 
