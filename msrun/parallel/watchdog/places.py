@@ -20,7 +20,7 @@ HINT = (
 _PLURAL = {"is": "are", "has": "have"}
 
 
-class Place(msgspec.Struct, frozen=True, kw_only=True):
+class ScriptPlace(msgspec.Struct, frozen=True, kw_only=True):
     """Where the script of one rank is.
 
     Attributes:
@@ -48,7 +48,7 @@ class Place(msgspec.Struct, frozen=True, kw_only=True):
         return f"training call {self.trainings}" if self.trainings else "no step"
 
 
-def disagreement(places: Sequence[Place]) -> str | None:
+def disagreement(places: Sequence[ScriptPlace]) -> str | None:
     """Return a sentence on ranks that wait for each other in different places; None if all agree.
 
     Args:
@@ -64,7 +64,7 @@ def disagreement(places: Sequence[Place]) -> str | None:
     return f"ranks do not run the same calls: {'; '.join(parts)}"
 
 
-def _differ(places: Sequence[Place]) -> bool:
+def _differ(places: Sequence[ScriptPlace]) -> bool:
     of_job = {(place.kind == "ended", place.kind == "step", place.steps) for place in places}
     scopes: dict[int, set[tuple[str, int, int]]] = {}
     for place in places:
@@ -74,7 +74,7 @@ def _differ(places: Sequence[Place]) -> bool:
     return len(of_job) > 1 or any(len(calls) > 1 for calls in scopes.values())
 
 
-def _words(place: Place, *, tells_calls: bool) -> str:
+def _words(place: ScriptPlace, *, tells_calls: bool) -> str:
     """Return the words that follow "rank 0".
 
     Args:

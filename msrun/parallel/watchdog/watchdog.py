@@ -48,7 +48,7 @@ from msrun.parallel.config import DATA_AXIS, ParallelConfig
 from msrun.parallel.local import is_sharded
 from msrun.parallel.losses.call_hook import CallHook, trains
 from msrun.parallel.rank_context import RankContext
-from msrun.parallel.watchdog.places import HINT, Place, disagreement
+from msrun.parallel.watchdog.places import HINT, ScriptPlace, disagreement
 from msrun.worker.bootstrap import record_error
 
 if TYPE_CHECKING:
@@ -119,7 +119,7 @@ class Watchdog:
             run = threading.Thread(target=_run, args=(own, self._closed), daemon=True)
             run.name = "msrun-watchdog"
             run.start()
-            _explain_uncaught(own)
+            self._unhook = _explain_uncaught(own)
 
     def watch(self, model: nn.Module, scope: Scope, order: CollectiveOrder | None) -> None:
         """Note calls of `model`, too.
@@ -226,6 +226,7 @@ class Watchdog:
         """Tell the others that this rank has left."""
         if self._store is not None and not self._closed.is_set():
             self._closed.set()
+            self._unhook()
             self._kind = "ended"
             with contextlib.suppress(RuntimeError):
                 self._tell(self._store, self._here())
@@ -261,9 +262,9 @@ class Watchdog:
             self._clone = self._store.clone()
         return self._clone
 
-    def _here(self, waits_in: str = "") -> Place:
+    def _here(self, waits_in: str = "") -> ScriptPlace:
         unit = self._order.gathering if self._order else ""
-        return Place(
+        return ScriptPlace(
             kind=self._kind,  # type: ignore[arg-type]  # one of the kinds
             steps=self._steps,
             trainings=self._trainings,
@@ -273,7 +274,7 @@ class Watchdog:
             waits_in=f"{waits_in} of {unit}" if waits_in and unit else waits_in,
         )
 
-    def _tell(self, store: Any, place: Place) -> None:
+    def _tell(self, store: Any, place: ScriptPlace) -> None:
         with self._lock:
             if self._is_told and place.kind != "ended":
                 return
@@ -290,7 +291,7 @@ class Watchdog:
 
     def _cause(self, store: Any) -> RanksDisagreeError | None:
         found = store.multi_get([f"{_PLACE}{rank}" for rank in range(self._ranks)])
-        sentence = disagreement([msgspec.json.decode(text, type=Place) for text in found])
+        sentence = disagreement([msgspec.json.decode(text, type=ScriptPlace) for text in found])
         return RanksDisagreeError(sentence, hint=HINT) if sentence else None
 
 
@@ -350,8 +351,11 @@ def _end(error: RanksDisagreeError) -> None:
     os._exit(_EXIT_CODE)
 
 
-def _explain_uncaught(watchdog: weakref.ref[Watchdog]) -> None:
-    """Have an uncaught error of a collective show what ranks did otherwise."""
+def _explain_uncaught(watchdog: weakref.ref[Watchdog]) -> Callable[[], None]:
+    """Have an uncaught error of a collective show what ranks did otherwise; return what undoes it.
+
+    A hook that came later stays, and this one with it.
+    """
     before = sys.excepthook
 
     def show(kind: type[BaseException], error: BaseException, trace: TracebackType | None) -> None:
@@ -362,4 +366,9 @@ def _explain_uncaught(watchdog: weakref.ref[Watchdog]) -> None:
         else:
             before(kind, error, trace)
 
+    def undo() -> None:
+        if sys.excepthook is show:
+            sys.excepthook = before
+
     sys.excepthook = show
+    return undo

@@ -7,7 +7,7 @@ from support import script
 from torch import nn
 
 import msrun
-from msrun.parallel.watchdog.places import Place, disagreement
+from msrun.parallel.watchdog.places import ScriptPlace, disagreement
 
 pytestmark = pytest.mark.torch
 
@@ -118,14 +118,16 @@ def test_one_copy_of_a_sharded_model_may_evaluate_alone():
 
 
 def test_ranks_in_one_place_are_left_alone():
-    places = [Place(kind="step", steps=3, scope=n, evaluations=n, waits_in="send") for n in (0, 1)]
+    places = [
+        ScriptPlace(kind="step", steps=3, scope=n, evaluations=n, waits_in="send") for n in (0, 1)
+    ]
     assert disagreement(places) is None
 
 
 def test_ranks_of_one_place_are_named_together():
-    ahead = Place(kind="between", steps=3, scope=0, waits_in="barrier")
-    behind = Place(kind="training", trainings=2, scope=1, model="Net")
-    assert disagreement([behind, ahead, behind, Place(kind="ended", trainings=1)]) == (
+    ahead = ScriptPlace(kind="between", steps=3, scope=0, waits_in="barrier")
+    behind = ScriptPlace(kind="training", trainings=2, scope=1, model="Net")
+    assert disagreement([behind, ahead, behind, ScriptPlace(kind="ended", trainings=1)]) == (
         "ranks do not run the same calls: ranks 0,2 are at training call 2 of Net; "
         "rank 1 is between calls after step 3, in barrier; "
         "rank 3 has ended after training call 1"
