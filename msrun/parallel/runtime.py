@@ -77,6 +77,7 @@ if TYPE_CHECKING:
     from msrun.parallel.sharded_model import KnownOptimizers, ShardedModel
     from msrun.parallel.step import LossFunction
     from msrun.parallel.verify.verifier import Verifier
+    from msrun.parallel.watchdog.watchdog import Watchdog
     from msrun.parallel.weights.export import Exporter
     from msrun.parallel.weights.load import PretrainedKeys
     from msrun.parallel.weights.origin import Origin
@@ -138,6 +139,7 @@ class Runtime:
         self._wrappers: RemovableHandle | None = None
         self._plain_steps: PlainSteps | None = None
         self._plain_losses: PlainLosses | None = None
+        self._watchdog: Watchdog | None = None
         self.loss_scale: LossScale | None = None
         if config.precision == "fp16":
             from msrun.parallel.layers.precision import LossScale
@@ -312,9 +314,14 @@ class Runtime:
         from msrun.parallel.losses.equal_batches import EqualBatches
         from msrun.parallel.losses.plain_loops.calls import watch_plain_loop
         from msrun.parallel.losses.plain_loops.weights import PlainLosses
+        from msrun.parallel.watchdog.watchdog import Watchdog, scope_of
 
         self._models[model] = state
         if self.world_size > 1:
+            if self.config.mode != "manual":
+                self._watchdog = self._watchdog or Watchdog()
+                scope = scope_of(self.config, self.context, model)
+                self._watchdog.watch(model, scope, state.order)
             state.batches = EqualBatches(self.config, self.context)
             if not state.is_pipeline:
                 state.batches.watch(model)
@@ -474,16 +481,17 @@ class Runtime:
         saves = self.config.checkpoint is not None and self.config.checkpoint.every > 0
         if saves:
             self.checkpoints.before_step()
-        loss = run_step(
-            self.config,
-            self.context,
-            sharded,
-            optimizer=optimizer,
-            loss_fn=loss_fn if callable(loss_fn) else None,
-            batch=batch if callable(loss_fn) or loss_fn is None else (loss_fn, *batch),
-            max_norm=max_norm,
-            loss_scale=self.loss_scale,
-        )
+        with self._watchdog.in_step() if self._watchdog else contextlib.nullcontext():
+            loss = run_step(
+                self.config,
+                self.context,
+                sharded,
+                optimizer=optimizer,
+                loss_fn=loss_fn if callable(loss_fn) else None,
+                batch=batch if callable(loss_fn) or loss_fn is None else (loss_fn, *batch),
+                max_norm=max_norm,
+                loss_scale=self.loss_scale,
+            )
         if saves:
             self.checkpoints.after_step(model, optimizer)
         beat()
@@ -807,6 +815,8 @@ class Runtime:
     def close(self) -> None:
         """Leave the process group, if `init` made it; a second call does nothing."""
         _forget(self)
+        if self._watchdog:
+            self._watchdog.close()
         if self._wrappers:
             self._wrappers.remove()
         if self._plain_steps:

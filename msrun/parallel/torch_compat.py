@@ -528,7 +528,7 @@ def watch_units(
     completed: Callable[[list[str], list[str]], None] = lambda *_: None,
     written: Callable[[str], None] = lambda _: None,
     kept: Callable[[Tensor], None] = lambda _: None,
-    gathering: Callable[[], None] = lambda: None,
+    gathering: Callable[[str], None] = lambda _: None,
 ) -> None:
     """Call back when modules of `fully_shard` in `model` gather or reduce.
 
@@ -550,7 +550,7 @@ def watch_units(
         written: Called with the name of a parameter that a script wrote while it was gathered in
             another type; others keep what was written.
         kept: Called with such a parameter before it is released.
-        gathering: Called before the gather of a module starts.
+        gathering: Called with the name of a module before its gather starts.
     """
     from torch.distributed.fsdp import FSDPModule, fully_shard
 
@@ -559,7 +559,7 @@ def watch_units(
             state: Any = fully_shard.state(module)  # type: ignore[attr-defined]
             for group in state._fsdp_param_groups:  # noqa: SLF001
                 check = partial(_check_gradients, group, sparse, changed, completed)
-                _before_gather(group, gathering)
+                _before_gather(group, partial(gathering, name))
                 _watch_unit(group, partial(gathered, name), reduced, check, differentiated)
                 _keep_what_is_written(group, written, kept)
 
@@ -1627,15 +1627,18 @@ def replace_element_methods(
     take: Callable[[Any, Tensor], tuple[Tensor, Tensor]],
     draw: Callable[[Any, Any, tuple[Any, ...], dict[str, Any]], Any],
     number: Callable[[Any, Any], None],
+    whole: Callable[[Any], Tensor],
 ) -> bool:
     """Have methods of DTensors take plain tensors, and functions draw whole ones.
 
-    `tensor.data = ...` of a DTensor is without effect; of one that is no parameter it writes.
+    `tensor.data = ...` of a DTensor is without effect; of one that is no parameter it writes.  A
+    DTensor as the data of a plain parameter would end the process at the next look at it.
 
     Args:
         take: Returns what a method gets for a DTensor and a plain tensor.
         draw: Returns what a function draws that is to look like a DTensor, or to fill it.
         number: Gets a DTensor and a number, or a tensor of one, that it is written with.
+        whole: Returns the whole of a DTensor, which is to be the data of a plain parameter.
 
     Returns:
         Whether this is the first call; others do nothing.
@@ -1669,7 +1672,12 @@ def replace_element_methods(
         with torch.no_grad():
             self.copy_(value)
 
+    def become(self: Any, value: Tensor) -> None:
+        is_plain = isinstance(value, kind) and not isinstance(self, kind)
+        data.__set__(self, whole(value) if is_plain else value)
+
     kind.data = property(data.__get__, write)
+    torch.nn.Parameter.data = property(data.__get__, become)  # type: ignore[assignment]
     return True
 
 

@@ -218,13 +218,15 @@ def _exec(kind: str, argv: list[str], interpreter_options: list[str]) -> NoRetur
     os.execv(sys.executable, [*python, *start, *argv])  # noqa: S606
 
 
-def record_error(error: BaseException) -> None:
+def record_error(error: BaseException, *, is_closer: bool = False) -> None:
     """Leave `error` where the agent looks for it, in torchelastic's format.
 
-    A file that is there already was written closer to the cause and is kept.
+    Args:
+        error: The exception.
+        is_closer: Whether it is closer to the cause than what is there; else that is kept.
     """
     path = environ.error_file()
-    if not path or Path(path).exists():
+    if not path or (Path(path).exists() and not is_closer):
         return
     text = "".join(traceback.format_exception(error))
     message, first = _sentence(error), _first_cause(error)

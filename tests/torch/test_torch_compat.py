@@ -627,7 +627,7 @@ def _after_a_raised_pass():
         before = []
         for module in (*model.children(), model):
             fully_shard(module)
-        watch_units(model, *4 * [lambda *_: None], gathering=partial(before.append, None))
+        watch_units(model, *4 * [lambda *_: None], gathering=before.append)
         x, y = batches("mlp", steps=1)[0]
         if index:
             broken = model.fc1.register_full_backward_pre_hook(_raise)
@@ -1314,7 +1314,8 @@ def _plain_beside_dtensors():
     def number(like, value):
         numbers.append((like.shape[0], float(value)))
 
-    firsts = [replace_element_methods(take, draw, number) for _ in range(2)]
+    whole = DTensor.full_tensor
+    firsts = [replace_element_methods(take, draw, number, whole) for _ in range(2)]
     tensor, plain = placed(torch.ones(3)), torch.arange(3.0)
     tensor.add_(plain)
     tensor += plain
@@ -1330,7 +1331,10 @@ def _plain_beside_dtensors():
     values = [each.to_local().tolist() for each in found]
     filled = [each(tensor.clone()).to_local().tolist() for each in fills]
     tensor.data = placed(torch.full((3,), 7.0))
-    return firsts, values + filled, tensor.to_local().tolist(), numbers
+    of_plain = nn.Parameter(torch.zeros(3))
+    of_plain.data = tensor
+    written = [tensor.to_local().tolist(), of_plain.tolist()]
+    return firsts, values + filled, written, numbers
 
 
 def test_methods_of_dtensors_take_plain_tensors():
@@ -1340,7 +1344,7 @@ def test_methods_of_dtensors_take_plain_tensors():
     assert firsts == [True, False]
     drawn = [[1] * 3, [0] * 3]
     assert values == [[1, 3, 5], [-1, -2, -3], [0.5, 2, 3.5], *drawn, *drawn, [0] * 3]
-    assert written == [7.0] * 3
+    assert written == [[7.0] * 3] * 2
     assert numbers == [(3, 4.0), (3, 4.0)]
 
 

@@ -34,6 +34,8 @@ _WAIT_FUNCTION = re.compile(
     r"init_process_group|new_group|rendezvous)"
     r"(?:_coalesced|_tensor|_into_tensor|_single|_object|_object_list|_all|_first|_helper)*"
 )
+# Through which torch calls operators, such as that which waits for a tensor.
+_OPERATOR_FILE = re.compile(r"/torch/(?:_ops\.py$|_library/)")
 _TORCH_FILE = re.compile(r"/torch/(?:autograd|optim|nn/parallel)/")
 _LIBRARIES = re.compile(r"/site-packages/|/dist-packages/|/lib/python[0-9.]+/|^<")
 
@@ -193,7 +195,7 @@ def _may_wait(frames: Sequence[Frame]) -> bool:
 def waits(frames: Sequence[Frame]) -> bool:
     """Return whether a rank with these frames, innermost first, waits for other ranks."""
     # Of torch's functions that call each other, the outer ones have the same names.
-    inner = frames[:_WAIT_FRAMES]
+    inner = [f for f in frames if not _OPERATOR_FILE.search(f.file)][:_WAIT_FRAMES]
     return any(_WAIT_FILE.search(f.file) and _WAIT_FUNCTION.fullmatch(f.function) for f in inner)
 
 

@@ -69,6 +69,8 @@ class CollectiveOrder:
     Attributes:
         check: Raises at the end of a backward pass of a plain loop whose gradients are not right.
         before_gather: Called before each gather.
+        watch_gather: Called with the name of a module before all that.
+        gathering: Module whose gather has begun and not returned; else "".
         joins: Notes about inputs of units that got zeros; of a pipeline the stage has its own.
         fills: Notes about parameters of units that got zeros.
     """
@@ -93,6 +95,8 @@ class CollectiveOrder:
         self._model = weakref.ref(model)
         self.check: Callable[[], None] = lambda: None
         self.before_gather: Callable[[], None] = lambda: None
+        self.watch_gather: Callable[[str], None] = lambda _: None
+        self.gathering = ""
         self.joins = self.fills = JoinNotes()
         torch_compat.watch_units(
             model,
@@ -161,10 +165,13 @@ class CollectiveOrder:
             problem = f"the loss of rank {dist.get_rank()} depends on no parameter that is trained"
             raise self._refusal(problem)
 
-    def _on_gathering(self) -> None:
+    def _on_gathering(self, name: str) -> None:
+        self.gathering = name or self._name
+        self.watch_gather(self.gathering)
         self.before_gather()
 
     def _on_gather(self, name: str) -> None:
+        self.gathering = ""
         self._add("gathered", name or self._name)
 
     def _on_completed(self, filled: Sequence[str], having: Sequence[str]) -> None:

@@ -27,6 +27,7 @@ from torch.nn import Parameter
 from msrun.errors import ModelError
 from msrun.parallel import torch_compat
 from msrun.parallel.config import ROOT
+from msrun.parallel.foreach.averages import follow_models
 from msrun.parallel.foreach.values import watch_values
 from msrun.parallel.local import is_sharded
 
@@ -41,6 +42,7 @@ _uneven: list[tuple[weakref.ref[Parameter], str]] = []
 def support_lists() -> None:
     """Have torch's functions take plain and sharded tensors from now on; a second call is none."""
     torch_compat.replace_list_functions(_mesh_of, _norm, _unscale)
+    follow_models()
     watch_values()
 
 

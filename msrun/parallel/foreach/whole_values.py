@@ -25,11 +25,13 @@ import torch
 import torch.distributed as dist
 from torch import Tensor, nn
 
+from msrun.errors import ModelError
 from msrun.parallel import torch_compat
 from msrun.parallel.config import DATA_AXIS
 from msrun.parallel.exchange.generators import set_torch_states, torch_states
 from msrun.parallel.layout import EXPERT_COPIES
 from msrun.parallel.local import full_tensor, is_sharded, local_part
+from msrun.worker.bootstrap import record_error
 
 if TYPE_CHECKING:
     from torch.distributed.tensor import DTensor
@@ -45,11 +47,11 @@ _CALLS = frozenset(["_call_impl", "_wrapped_call_impl"])
 _MODULE = nn.Module.__call__.__code__.co_filename
 _LIBRARIES = (Path(torch.__file__).parent, Path(__file__).parents[2])
 _UNKNOWN = ("mixed torch.Tensor and DTensor", "does not have a sharding strategy")
+_PROBLEM = "torch computes no plain tensor with a sharded parameter or gradient here"
 _HINT = (
-    "torch computes no plain tensor with a sharded parameter or gradient here: call full_tensor() "
-    "of the sharded ones on all ranks, and write results with param.copy_(whole) or "
-    "param.grad.copy_(whole) under torch.no_grad(); shard a copy that follows the model, such as "
-    "an average, with rt.shard too"
+    "call full_tensor() of the sharded ones on all ranks, and write results with "
+    "param.copy_(whole) or param.grad.copy_(whole) under torch.no_grad(); make a copy that follows "
+    "the model, such as an average, after rt.shard, or with torch.optim.swa_utils.AveragedModel"
 )
 _given: list[Tensor] = []
 _written: list[Tensor] = []
@@ -64,15 +66,18 @@ def support_values(part_of: PartOf) -> None:
         part_of: Returns this rank's part of a whole tensor, placed like a sharded one.
     """
     _part_of[:] = [part_of]
-    if torch_compat.replace_element_methods(_take, _drawn, _note_number):
+    if torch_compat.replace_element_methods(_take, _drawn, _note_number, full_tensor):
         before = sys.excepthook
 
         def show(
             kind: type[BaseException], error: BaseException, trace: TracebackType | None
         ) -> None:
             if isinstance(error, RuntimeError) and any(text in str(error) for text in _UNKNOWN):
-                error.add_note(f"msrun: {_line(trace)}{_HINT}")
-            before(kind, error, trace)
+                named = ModelError(f"{_line(trace)}{_PROBLEM}", hint=_HINT)
+                record_error(named, is_closer=True)
+                before(type(named), named, trace)
+            else:
+                before(kind, error, trace)
 
         sys.excepthook = show
 

@@ -5,7 +5,7 @@ import torch
 from ranks import run_warm
 from torch import nn
 from torch.nn import functional
-from torch.optim.swa_utils import AveragedModel, update_bn
+from torch.optim.swa_utils import AveragedModel, get_ema_multi_avg_fn, update_bn
 
 import msrun
 
@@ -65,6 +65,32 @@ def averaged(config):
     x = torch.linspace(-1, 1, 4 * WIDTH, dtype=torch.float64).view(4, WIDTH)
     with torch.no_grad():
         return [*losses, *average(x).flatten().tolist()]
+
+
+def follow_torch(average, model):
+    average.update_parameters(model)
+
+
+def follow_by_hand(average, model):
+    for own, param in zip(average.module.parameters(), model.parameters(), strict=True):
+        own.data = 0.9 * own.data + 0.1 * param.data
+
+
+def averaged_before(config, follow, decay):
+    """Train; return what an average computes that was made of the plain model, and is whole."""
+    rt = msrun.init(config)
+    plain = Net(has_norm=True)
+    options = {"multi_avg_fn": get_ema_multi_avg_fn(decay), "use_buffers": True} if decay else {}
+    average = AveragedModel(plain, **options)
+    model = rt.shard(plain)
+    update = rt.optimizer(torch.optim.SGD(model.parameters(), lr=0.1))
+    for x, y in batches(rt):
+        rt.step(model, update, functional.cross_entropy, x, y)
+        follow(average, model)
+    average.eval()
+    x = torch.linspace(-1, 1, 4 * WIDTH, dtype=torch.float64).view(4, WIDTH)
+    with torch.no_grad():
+        return average(x).flatten().tolist()
 
 
 def distilled(config):
@@ -141,3 +167,35 @@ def test_two_models_learn_what_they_learn_in_one_process(train, config):
     [expected] = run_warm(train, 1, {})
 
     assert run_warm(train, 2, config) == [pytest.approx(expected, abs=1e-12)] * 2
+
+
+@pytest.mark.sampled
+@pytest.mark.parametrize(
+    ("follow", "decay"), [(follow_torch, None), (follow_torch, 0.9), (follow_by_hand, None)]
+)
+@pytest.mark.parametrize("config", CONFIGS.values(), ids=CONFIGS)
+def test_a_whole_average_follows_a_sharded_model(follow, decay, config):
+    [expected] = run_warm(averaged_before, 1, {}, follow, decay)
+
+    found = run_warm(averaged_before, 2, config, follow, decay)
+    assert found == [pytest.approx(expected, abs=1e-12)] * 2
+
+
+def averaged_a_stage():
+    rt = msrun.init(
+        {"mesh": {"pp": 2}, "pipeline": {"stages": {"0": 0, "1": 1}, "microbatches": 2}}
+    )
+    plain = nn.Sequential(nn.Linear(4, 4), nn.Linear(4, 4))
+    average = AveragedModel(plain)
+    model = rt.shard(plain)
+    with pytest.raises(msrun.ModelError) as error:
+        average.update_parameters(model)
+    return error.value.message
+
+
+def test_an_average_of_the_whole_model_does_not_follow_a_stage():
+    for said in run_warm(averaged_a_stage, 2):
+        assert said == (
+            "the average has 4 parameters and the model of rt.shard 2 on this rank, or of other "
+            "shapes, such as those of a stage of a pipeline"
+        )

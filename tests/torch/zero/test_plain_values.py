@@ -1,10 +1,11 @@
 """Plain tensors that scripts compute with sharded parameters and gradients, as one process does."""
 
+import re
 import sys
 
 import pytest
 import torch
-from ranks import assert_equal_curves, batches, build, run_warm
+from ranks import assert_equal_curves, batches, build, run_ranks, run_warm
 from test_grid import zero
 from torch import nn
 from torch.nn import functional
@@ -213,6 +214,9 @@ def test_samples_in_a_model_are_not_taken_for_whole_tensors():
 
 
 def told():
+    """Return what is shown of an error of torch that nothing caught."""
+    shown = []
+    sys.excepthook = lambda _, error, __: shown.append(error)
     rt = msrun.init({"mesh": {"tp": 2}, "plan": PLAN})
     network = rt.shard(build("mlp"))
     x, y = batches("mlp", steps=1)[0]
@@ -221,11 +225,17 @@ def told():
         torch.cat([param.grad.flatten() for param in network.parameters()])
     except RuntimeError as error:
         sys.excepthook(type(error), error, error.__traceback__)
-        return error.__notes__
+    [error] = shown
+    return type(error), error.message, error.hint
 
 
 def test_what_torch_refuses_is_told_with_its_line():
-    for notes in run_warm(told, 2):
-        assert len(notes) == 1
-        assert notes[0].startswith("msrun: test_plain_values.py, line ")
-        assert "call full_tensor() of the sharded ones on all ranks" in notes[0]
+    # Hooks of the first use of sharded values show it: new ranks.
+    for kind, message, hint in run_ranks(told, 2):
+        assert kind is msrun.ModelError
+        assert re.fullmatch(
+            r"test_plain_values\.py, line \d+: torch computes no plain tensor with a sharded "
+            "parameter or gradient here",
+            message,
+        )
+        assert hint.startswith("call full_tensor() of the sharded ones on all ranks")

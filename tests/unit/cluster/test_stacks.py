@@ -36,6 +36,7 @@ Current thread 0x00007f7e4d9fe740 (most recent call first):
   File "/x/msrun/__main__.py", line 8 in <module>
 """
 ALL_REDUCE = Frame("/usr/lib/python3.11/site-packages/torch/distributed/x.py", 2810, "all_reduce")
+OPERATOR = Frame("/lib/python3.11/site-packages/torch/_ops.py", 882, "redispatch")
 STEP = Frame("/home/me/a dir/train.py", 41, "step")
 MAIN = Frame("/home/me/a dir/train.py", 50, "<module>")
 
@@ -148,6 +149,8 @@ def test_the_suspect(stacks, stalled, expected):
         ([rank(0, ALL_REDUCE, STEP, idle=61), rank(1, LOADER)], {0: 61, 1: 60}, 1, True),
         ([rank(0, BARRIER, idle=61), rank(1, LOADER)], {0: 61, 1: 60}, 1, True),
         ([rank(0, STORE, idle=61), rank(1, LOADER)], {0: 61, 1: 60}, 1, True),
+        # Through many calls of one operator.
+        ([rank(0, *6 * [OPERATOR], ALL_REDUCE), rank(1, LOADER, idle=61)], {1: 61}, 1, True),
         # It goes on and does not come, or never beat.
         ([rank(0, ALL_REDUCE), rank(1, LOADER, idle=1)], {0: 60}, 1, True),
         ([rank(0, ALL_REDUCE), rank(1, LOADER, idle=0)], {0: 60}, 1, True),

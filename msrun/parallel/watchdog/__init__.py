@@ -1,0 +1,1 @@
+"""Ranks that wait for each other for good: found while they wait, and named."""
