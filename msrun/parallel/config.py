@@ -389,8 +389,6 @@ class ParallelConfig(ConfigSection, frozen=True, kw_only=True):
 
     def _check_mesh(self) -> None:
         """Check the names of axes, or with `mesh: auto` refuse keys that the search decides."""
-        if self.rank_list and self.mode == "auto":
-            raise ValueError("rank_list: mode auto plans ranks in their own order (leave it out)")
         if self.mesh != "auto":
             for name in self.mesh:
                 if not _is_key(name):

@@ -26,7 +26,7 @@ import msgspec
 from msrun.errors import ConfigError
 from msrun.parallel.config import DATA_AXIS, PIPELINE_AXIS, REST, ROOT, TENSOR_AXIS, ParallelConfig
 from msrun.parallel.notation.mesh_layout import EXPERT_AXIS, MeshLayout
-from msrun.parallel.notation.rank_order import with_ranks
+from msrun.parallel.notation.rank_order import check_list, with_ranks
 from msrun.parallel.notation.rules import RuleAxes, batch_free, check_notation
 from msrun.parallel.settings.grids import GRID_AXES
 from msrun.parallel.settings.images import image_axes, without_parts
@@ -49,6 +49,14 @@ _OTHER_AXES = (DATA_AXIS, CONTEXT_AXIS, PIPELINE_AXIS)
 
 # Modes in which an axis needs no rule in `plan`.
 _FREE = ("manual", "auto")
+
+
+def check_world(config: ParallelConfig, world_size: int) -> MeshLayout | None:
+    """Return the mesh as `resolve` does; None with `mesh: auto`, which needs a model."""
+    if config.mesh == "auto":
+        check_list(config, world_size)
+        return None
+    return resolve(config, world_size)
 
 
 def resolve(config: ParallelConfig, world_size: int) -> MeshLayout:

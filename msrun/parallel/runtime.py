@@ -52,7 +52,7 @@ from msrun.parallel.axes import use_axes
 from msrun.parallel.config import DATA_AXIS, PIPELINE_AXIS, ROOT, ParallelConfig
 from msrun.parallel.config_file import read_config
 from msrun.parallel.group import join
-from msrun.parallel.layout import resolve
+from msrun.parallel.layout import check_world
 from msrun.parallel.notation.mesh_layout import MeshLayout
 from msrun.parallel.rank_context import BatchWeight, Rank, RankContext, placed
 from msrun.parallel.replicas import seed_everything
@@ -894,8 +894,7 @@ def init(
     settings = _settings(environ.config_file(env) if config is None else config, env)
     is_adopted = dist.is_initialized()
     # Before the group exists: a mesh that does not fit is one error, and no rank waits for peers.
-    if settings.mesh != "auto":
-        resolve(settings, dist.get_world_size() if is_adopted else identity.world_size)
+    check_world(settings, dist.get_world_size() if is_adopted else identity.world_size)
     own = devices.pick_device(device, identity)
     if not is_adopted:
         join(identity, env, backend or devices.backend_for(own), timeout)

@@ -192,6 +192,19 @@ def test_plans_are_written_and_compared(capsys, here):
     assert "  layers.0.weight  S(0)         S(0) x S(0)" in lines
 
 
+def test_ranks_in_another_order_are_priced_and_shown(capsys, here):
+    (here / "t.yaml").write_text("{preset: cpu, per_node: 2, across: {bandwidth: 1e7, latency: 0}}")
+    words = ("tinynet.py:make", "--world", "4", "--topology", "t.yaml", "--mesh", "dp=2,tp=2")
+    plain = json.loads(search(capsys, *words, "--json")[1])
+    turns = ("--rank-list", "0,2,1,3")
+    plan = json.loads(search(capsys, *words, *turns, "--json", "-o", "plan.json")[1])
+    assert (plain["rank_list"], plan["rank_list"]) == ([], [0, 2, 1, 3])
+    assert plan["seconds"] != pytest.approx(plain["seconds"], rel=1e-3)
+    assert "  ranks in order  0,2,1,3\n" in search(capsys, *words, *turns)[1]
+    same = json.loads(search(capsys, *words, "--rank-list", "0,1,2,3", "--json")[1])
+    assert same == plain
+
+
 @pytest.mark.parametrize("mode", ["exact", "propagation"])
 def test_rules_of_a_file_are_kept(capsys, here, mode):
     (here / "rules.yaml").write_text(
@@ -274,6 +287,14 @@ def test_a_file_describes_the_cluster(capsys, here):
         (
             ("tinynet.py:make", *CPU, "--mesh", "dp=4", "--batch", "6"),
             "--batch 6 does not divide over dp 4",
+        ),
+        (
+            ("tinynet.py:make", *CPU, "--rank-list", "0,1,2"),
+            "--rank-list 0,1,2 has not each of the 4 ranks once",
+        ),
+        (
+            ("tinynet.py:make", *CPU, "--rank-list", "0,1,2,4"),
+            "--rank-list '0,1,2,4': '4' is no rank below 4",
         ),
         (("tinynet.py:make", *CPU, "--mode", "recursive"), "--mode recursive needs --mesh"),
         (

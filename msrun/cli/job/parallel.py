@@ -50,12 +50,12 @@ def fit_parallel(given: Given[ParallelConfig] | None, world_size: int | None) ->
     """
     if given is None:
         return None
-    if world_size is None or given.value.mesh == "auto":
+    if world_size is None:
         return Parallel(config=given.value, layout=None, text=given.text)
-    from msrun.parallel.layout import resolve
+    from msrun.parallel.layout import check_world
 
     try:
-        layout = resolve(given.value, world_size)
+        layout = check_world(given.value, world_size)
     except UsageError as error:
         raise UsageError(f"{given.cite()}: {error.message}", hint=error.hint) from None
     return Parallel(config=given.value, layout=layout, text=given.text)

@@ -56,6 +56,10 @@ def sections(parallel: Parallel | None, *, is_all: bool) -> list[TextSection]:
         heading="inputs and outputs of modules", columns=("modules", "tensor", "axes"), rows=tensors
     )
     mesh = _mesh_sections(parallel.layout, is_all=is_all)
+    if parallel.layout is None and parallel.config.rank_list:
+        ranks, most = tuple(parallel.config.rank_list), SHOWN_MAX
+        row = _ranks(ranks, len(ranks) if is_all else most)
+        mesh.append(TextSection(heading="ranks in the order of the mesh", rows=((row,),)))
     return [*(translated if words else []), *mesh, *([named] if tensors else [])]
 
 

@@ -81,6 +81,11 @@ def _params() -> tuple[click.Parameter, ...]:
             help="Mesh, the last axis innermost.  [default: the fastest one, pipelines included]",
         ),
         click.Option(
+            ["--rank-list"],
+            metavar="RANK,...",
+            help="Rank at each position of the mesh.  [default: 0,1,...]",
+        ),
+        click.Option(
             ["--mode"],
             default="exact",
             show_default=True,
@@ -150,7 +155,7 @@ def _rare_collection() -> Iterator[None]:
 
 
 def _search(given: Mapping[str, Any]) -> SavedPlan:
-    from msrun.parallel.search.cost.topology import find_topology
+    from msrun.parallel.search.cost.topology import find_topology, ordered
     from msrun.parallel.search.solve.modes import MODES
     from msrun.transport.loop import Loop
 
@@ -165,14 +170,15 @@ def _search(given: Mapping[str, Any]) -> SavedPlan:
     if mode == "propagation" and not given["rules"]:
         raise UsageError(f"--mode {given['mode']} needs --rules, from which layouts spread")
     budget = parse_duration(given["budget"])
+    world = _number("--world", given["world"], _RANKS_MAX)
     # By name, since nothing outside `msrun.parallel` may need torch.
     module = importlib.import_module("msrun.parallel.advise.module_search")
     request = module.SearchRequest(
         target=given["target"],
-        world=_number("--world", given["world"], _RANKS_MAX),
+        world=world,
         batch=given["batch"] and _number("--batch", given["batch"], _BATCH_MAX),
         memory=float(parse_size(given["memory"])) if given["memory"] else None,
-        topology=find_topology(given["topology"]),
+        topology=ordered(find_topology(given["topology"]), _ranks(given["rank_list"], world)),
         mesh=mesh,
         mode=mode,
         budget=budget,
@@ -201,6 +207,19 @@ def _mesh(text: str | None) -> dict[str, int]:
     return sizes
 
 
+def _ranks(text: str | None, world: int) -> list[int]:
+    ranks = [_rank(part, text or "", world) for part in text.split(",")] if text else []
+    if ranks and sorted(ranks) != [*range(world)]:
+        raise UsageError(f"--rank-list {text} has not each of the {world} ranks once")
+    return ranks
+
+
+def _rank(part: str, text: str, world: int) -> int:
+    if not part.isascii() or not part.isdigit() or int(part) >= world:
+        raise UsageError(f"--rank-list {quoted(text)}: {quoted(part)} is no rank below {world}")
+    return int(part)
+
+
 # Output.
 
 
@@ -213,6 +232,7 @@ def _sections(plan: SavedPlan) -> list[TextSection]:
         ("model", plan.model),
         ("ranks", f"{plan.world} ({plan.topology})"),
         ("mesh", f"pp {plan.stages} x {mesh}" if plan.stages > 1 else mesh),
+        *([("ranks in order", ",".join(map(str, plan.rank_list)))] if plan.rank_list else []),
         ("batch", f"{plan.batch} in {plan.microbatches} micro-batches"),
         ("recompute", "yes" if plan.recompute else "no"),
         ("runs on", plan.runs_on),

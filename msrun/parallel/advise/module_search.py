@@ -39,6 +39,7 @@ from msrun.parallel.config import DATA_AXIS, TENSOR_AXIS, ParallelConfig
 from msrun.parallel.experts.outline import without_values
 from msrun.parallel.layout import resolve
 from msrun.parallel.notation.mesh_layout import EXPERT_AXIS
+from msrun.parallel.search.cost.topology import OrderedTopology
 from msrun.parallel.search.graph.program import Program
 from msrun.parallel.search.modules.attention import KINDS, AttentionCall, attention_calls
 from msrun.parallel.search.modules.job import ModuleAnswer, ModuleJob, SharedModules
@@ -75,7 +76,10 @@ def search_model(
     def modules(model: nn.Module, sample: Sequence[Any]) -> WholeModules:
         return WholeModules(model, sample, ParallelConfig(), is_host=is_host)
 
-    return offline.search_model(request, clock=clock, report=report, modules=modules)
+    plan = offline.search_model(request, clock=clock, report=report, modules=modules)
+    ranks = list(request.topology.ranks) if isinstance(request.topology, OrderedTopology) else []
+    config = plan.config | {"rank_list": ranks} if plan.config and ranks else plan.config
+    return msgspec.structs.replace(plan, rank_list=ranks, config=config)
 
 
 class _Priced(NamedTuple):

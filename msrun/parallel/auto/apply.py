@@ -116,6 +116,10 @@ def apply(
         ConfigError: The model cannot be traced, a wish cannot be met, no plan fits, or the one that
             was saved is for something else.
     """
+    # Wishes may have given the order, and what runs a plan has other rules.
+    order = [*(rank.layout.ranks if isinstance(rank, RankContext) else config.rank_list)]
+    own = [*range(rank.world_size)]
+    config = msgspec.structs.replace(config, rank_list=[] if order == own else order)
     with _in_training(model):
         plan = _find_plan(config, rank, model, sample, modules)
     if isinstance(plan, PlanBroadcast):

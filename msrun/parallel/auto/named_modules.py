@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections.abc import Callable, Sequence
 from typing import Any
 
+import msgspec
 from torch import nn
 
 from msrun.errors import ConfigError, UsageError
@@ -12,20 +13,34 @@ from msrun.parallel.auto.agreed import PlanBroadcast
 from msrun.parallel.auto.modules import faster, mesh_of, only
 from msrun.parallel.auto.offline_model import resized
 from msrun.parallel.auto.tracing.trace import trace
-from msrun.parallel.config import ROOT, ParallelConfig
+from msrun.parallel.config import PIPELINE_AXIS, ROOT, ParallelConfig
 from msrun.parallel.rank_context import Rank, RankContext
-from msrun.parallel.search.cost.topology import Topology, find_topology
+from msrun.parallel.search.cost.topology import Topology, find_topology, ordered
 from msrun.parallel.search.modules.job import ModuleJob, ModuleSearch, SharedModules
 
 _PRESETS = {"cuda": "a100", "npu": "ascend910", "cpu": "cpu"}
 
 
 def topology_of(config: ParallelConfig, rank: Rank) -> Topology:
-    """Return the configured topology, or the preset of this kind of device."""
+    """Return the configured topology, or the preset of this kind of device, for ranks in order."""
     try:
-        return find_topology(config.topology or _PRESETS.get(rank.device.type, "a100"))
+        found = find_topology(config.topology or _PRESETS.get(rank.device.type, "a100"))
     except UsageError as error:
         raise ConfigError(f"{ROOT}.{error.message}") from None
+    return ordered(found, _by_stages(rank) if isinstance(rank, RankContext) else config.rank_list)
+
+
+def _by_stages(context: RankContext) -> list[int]:
+    """Return the ranks in the order of their positions, those of the first stage first.
+
+    A plan is for the mesh of a stage, whose ranks are neighbours then.
+    """
+    layout = context.layout
+    if not layout.ranks:
+        return []
+    by_number = msgspec.structs.replace(layout, ranks=())
+    stages = [by_number.coordinate(at).get(PIPELINE_AXIS, 0) for at in range(layout.world_size)]
+    return [layout.ranks[at] for at in sorted(range(layout.world_size), key=stages.__getitem__)]
 
 
 def beside(

@@ -29,7 +29,8 @@ def read_saved(
     try:
         plan = read_plan(Path(path))
         mesh = mesh_of(rank.layout) if isinstance(rank, RankContext) else plan.axes()
-        check_fit(plan, path, world=rank.world_size, mesh=mesh, batch=batch)
+        world, ranks = rank.world_size, config.rank_list
+        check_fit(plan, path, world=world, mesh=mesh, batch=batch, ranks=ranks)
     except UsageError as error:
         raise ConfigError(f"{_PLAN}: {error.message}", hint=error.hint) from None
     if plan.config:

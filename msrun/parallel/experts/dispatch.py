@@ -7,7 +7,8 @@ of a row and an expert is sent as a row of its own:
    tell each other how many rows of each expert they will send: one all-to-all of a number for each
    expert, and the only wait of the host, which needs the sizes of what follows.
 2. `taken` puts the rows in that order; `sent` exchanges them, and their weights, by one all-to-all.
-3. The experts of the rank compute.  `sent_back` brings the results back the same way.
+3. The experts of the rank compute.  Before that a shared expert does (`shared_path`), while rows
+   travel.  `sent_back` brings the results back the same way.
 4. `summed` adds up the `k` results of each row.
 
 Where the rows are many bytes, each rank's experts are two pieces with exchanges of their own: the
@@ -65,12 +66,14 @@ class Route(NamedTuple):
         choices: Experts of each row.
         rows: Rows of the call.
         pieces: One after the other.
+        agreed: The number that all ranks have offered; 0 if they have not the same.
     """
 
     order: Tensor
     choices: int
     rows: int
     pieces: list[ExpertPiece]
+    agreed: int
 
     def split(self, pairs: Tensor) -> tuple[Tensor, ...]:
         """Return the part of each piece of what has a row for each pair that is sent."""
@@ -80,7 +83,9 @@ class Route(NamedTuple):
         return parts
 
 
-def route(index: Tensor, experts: int, group: dist.ProcessGroup, row: int) -> Route:
+def route(
+    index: Tensor, experts: int, group: dist.ProcessGroup, row: int, *, offered: int = 0
+) -> Route:
     """Return the way of each pair, after telling the other ranks of it.
 
     Args:
@@ -89,6 +94,7 @@ def route(index: Tensor, experts: int, group: dist.ProcessGroup, row: int) -> Ro
         experts: Experts of all ranks.
         group: Ranks that share them.
         row: Bytes of a row.
+        offered: A number that counts if all ranks have it.
     """
     ranks = group.size()
     own = experts // ranks
@@ -98,14 +104,15 @@ def route(index: Tensor, experts: int, group: dist.ProcessGroup, row: int) -> Ro
         0, flat.long(), torch.ones_like(flat, dtype=torch.long)
     )[:experts]
     # All ranks have to agree on the pieces, so each also learns of how many bytes the others send.
-    nbytes = counts.new_full((ranks, 1), len(flat) * row)
-    told = torch.cat([counts.view(ranks, own), nbytes], 1)
-    lengths = [own + 1] * ranks
+    beside = [counts.new_full((ranks, 1), number) for number in (len(flat) * row, offered)]
+    told = torch.cat([counts.view(ranks, own), *beside], 1)
+    lengths = [told.size(1)] * ranks
     heard = functional_collective("all_to_all_single", told.view(-1), lengths, lengths, group=group)
-    arriving = heard.view(ranks, own + 1)
+    arriving = heard.view(told.shape)
     first = own - own // 2
     sums = [told[:, :first], told[:, first:own], arriving[:, :first], arriving[:, first:own]]
-    *numbers, most = torch.stack([*(x.sum(1) for x in sums), arriving[:, own]]).tolist()
+    columns = [*(x.sum(1) for x in sums), *arriving[:, own:].unbind(1)]
+    *numbers, most, offers = torch.stack(columns).tolist()
     if max(most) < PIECES_FROM or own == 1:
         sizes, numbers = [own], [_added(*numbers[:2]), _added(*numbers[2:])]
         order = flat.argsort(stable=True)
@@ -115,8 +122,8 @@ def route(index: Tensor, experts: int, group: dist.ProcessGroup, row: int) -> Ro
     pieces, begin = [], 0
     for size, sent_, received in zip(sizes, numbers[::2], numbers[1::2], strict=True):
         of_pairs = torch.arange(size, device=flat.device).repeat(ranks)
-        columns = arriving[:, begin : begin + size].reshape(-1)
-        numbered = of_pairs.repeat_interleave(columns, output_size=sum(received))
+        counted = arriving[:, begin : begin + size].reshape(-1)
+        numbered = of_pairs.repeat_interleave(counted, output_size=sum(received))
         pieces.append(ExpertPiece(size, sent_, received, numbered))
         begin += size
     return Route(
@@ -124,6 +131,7 @@ def route(index: Tensor, experts: int, group: dist.ProcessGroup, row: int) -> Ro
         choices=index.size(1),
         rows=index.size(0),
         pieces=pieces,
+        agreed=offered if {offered} == {*offers} else 0,
     )
 
 

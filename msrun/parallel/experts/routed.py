@@ -26,6 +26,8 @@ Invariants:
 - Every rank joins every exchange, forward and backward, also if no token came to its experts:
   then the result depends on the weights by a factor of 0, so that their gradients are zeros, as in
   one process, and the backward pass passes here.
+- A module that the mixture calls after its experts with what it has before, such as a shared
+  expert, computes while rows travel (`shared_path`).
 - Under autocast rows travel in its type, in which the experts multiply them.
 - The forward sees its own number of experts where an attribute has the number of all, such as
   `num_experts`.
@@ -54,6 +56,7 @@ from msrun.parallel.experts import listed
 from msrun.parallel.experts.arguments import TAKEN, Arguments
 from msrun.parallel.experts.dispatch import ExpertPiece, route, sent, sent_back, summed, taken
 from msrun.parallel.experts.probe import Probe
+from msrun.parallel.experts.shared_path import SharedPath
 from msrun.parallel.foreach.lists import support_lists
 from msrun.parallel.layout import EXPERT_COPIES
 from msrun.parallel.local import replace_parameter
@@ -96,9 +99,22 @@ def apply(
         experts = next(iter(module.parameters())).size(0)
         for param, tensor in list(module.named_parameters(recurse=False)):
             setattr(module, param, _shard(tensor, mesh))
-        module.forward = _Routed(name, module, mesh, experts=experts, share=share)
+        shared = None if context.sequence else _shared_path(model, name)
+        module.forward = _Routed(name, module, mesh, shared, experts=experts, share=share)
         found.append(module)
     return found
+
+
+def _shared_path(model: nn.Module, name: str) -> SharedPath | None:
+    """Return what runs beside the experts `name` in the forward that calls them, in its place."""
+    mixture = model.get_submodule(name.rpartition(".")[0])
+    others = (nn.Module.forward, nn.Sequential.forward)
+    if not name or type(mixture).forward in others:
+        return None
+    if isinstance(mixture.forward, SharedPath):  # of other experts in the same forward
+        return None
+    mixture.forward = shared = SharedPath(mixture, model.get_submodule(name))
+    return shared
 
 
 def check_module(name: str, module: nn.Module) -> None:
@@ -132,16 +148,25 @@ class _Routed:
         name: Name of the module.
         module: The module, whose parameters are sharded over the last axis of `mesh`.
         mesh: Its last axis is that of experts.
+        shared: What runs while rows travel; None if nothing may.
         experts: Of all ranks.
         share: Factor of the gradients of experts.
     """
 
     def __init__(
-        self, name: str, module: nn.Module, mesh: DeviceMesh, *, experts: int, share: float
+        self,
+        name: str,
+        module: nn.Module,
+        mesh: DeviceMesh,
+        shared: SharedPath | None,
+        *,
+        experts: int,
+        share: float,
     ) -> None:
         self._name = name
         self._module = module
         self._mesh = mesh
+        self._shared = shared
         self._experts = experts
         self._share = share
         self._probe = Probe(name, module)
@@ -153,10 +178,15 @@ class _Routed:
         group = self._mesh.get_group(EXPERT_AXIS)
         rows = as_factor(tokens)
         nbytes = rows.size(1) * rows.element_size()
-        way = route(index.reshape(len(index), -1), self._experts, group, nbytes)
+        shared = self._shared
+        offered = shared.offered(tokens) if shared else 0
+        index = index.reshape(len(index), -1)
+        way = route(index, self._experts, group, nbytes, offered=offered)
         pairs = weights.reshape(-1).index_select(0, way.order)
         given = zip(way.split(taken(rows, way)), way.split(pairs), way.pieces, strict=True)
         arriving = [sent(*each, group, self._share) for each in given]
+        if shared:
+            shared.begin(way.agreed, tokens)
         own = _own_weights(self._module, [piece.size for piece in way.pieces])
         returning = []
         for wait, piece, part in zip(arriving, way.pieces, own, strict=True):
@@ -164,7 +194,10 @@ class _Routed:
             arrived, factors = wait()
             output = self._compute(arguments, (arrived.to(tokens.dtype), factors), piece, part)
             returning.append(sent_back(as_factor(output), piece, group, self._share))
-        return summed([back.to(tokens.dtype) for wait in returning for back in wait()], way)
+        result = summed([back.to(tokens.dtype) for wait in returning for back in wait()], way)
+        if shared:
+            shared.end(result)
+        return result
 
     def _compute(
         self,

@@ -27,22 +27,13 @@ def with_ranks(layout: MeshLayout, config: ParallelConfig) -> MeshLayout:
     Raises:
         ConfigError: The list has not each rank once, or a rule contradicts it or another rule.
     """
+    check_list(config, layout.world_size)
     everyone, given = list(range(layout.world_size)), config.rank_list
-    if given and sorted(given) != everyone:
-        raise ConfigError(f"{_KEY}: {given} has not each of the {layout.world_size} ranks once")
     lists = {path: ranks for path, ranks in _lists(config).items() if sorted(ranks) == everyone}
     odd = [] if given else [path for path, ranks in lists.items() if not _fits(ranks, layout)]
     source = odd[0] if odd else _KEY
     order = lists[source] if odd else given or everyone
-    if config.mode == "auto" and order != everyone:
-        raise ConfigError(
-            f"{source}: mode auto plans ranks in their own order, not {order} (choose semi_auto)"
-        )
-    if config.verify and order[0] != 0:
-        raise ConfigError(
-            f"{ROOT}.verify: rank 0 computes the step of one process, and {source} begins with "
-            f"rank {order[0]} (let it begin with 0)"
-        )
+    _check_first(config, source, order)
     placed = msgspec.structs.replace(layout, ranks=() if order == everyone else tuple(order))
     for path, ranks in lists.items():
         if not _fits(ranks, placed):
@@ -52,6 +43,26 @@ def with_ranks(layout: MeshLayout, config: ParallelConfig) -> MeshLayout:
                 hint="a mesh has its ranks in one order: leave out one of the two lists",
             )
     return placed
+
+
+def check_list(config: ParallelConfig, world_size: int) -> None:
+    """Check the list of `config` itself, which needs no axes: `mesh: auto` chooses them later.
+
+    Raises:
+        ConfigError: The list has not each of `world_size` ranks once, or cannot be verified.
+    """
+    given = config.rank_list
+    if given and sorted(given) != [*range(world_size)]:
+        raise ConfigError(f"{_KEY}: {given} has not each of the {world_size} ranks once")
+    _check_first(config, _KEY, given or [0])
+
+
+def _check_first(config: ParallelConfig, source: str, order: Sequence[int]) -> None:
+    if config.verify and order[0] != 0:
+        raise ConfigError(
+            f"{ROOT}.verify: rank 0 computes the step of one process, and {source} begins with "
+            f"rank {order[0]} (let it begin with 0)"
+        )
 
 
 def _lists(config: ParallelConfig) -> dict[str, list[int]]:

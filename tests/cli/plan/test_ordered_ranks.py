@@ -38,3 +38,16 @@ def test_a_plan_shows_the_order_of_ranks(msrun, here):
     assert msrun("plan --parallel p.yaml --worker-num 4").out == MESH
     found = json.loads(msrun("plan --json --parallel p.yaml --worker-num 4").out)["parallel"]
     assert found["groups"] == {"dp": [[0, 1], [3, 2]], "tp": [[0, 3], [1, 2]]}
+
+
+def test_a_plan_shows_the_order_where_a_search_finds_the_mesh(msrun, here):
+    config = {"mesh": "auto", "mode": "auto", "rank_list": [0, 3, 1, 2]}
+    (here / "p.yaml").write_text(json.dumps(config))
+
+    shown = "ranks in the order of the mesh:\n  0,3,1,2\n"
+    assert msrun("plan --parallel p.yaml --worker-num 4").out == shown
+    said = msrun("plan --parallel p.yaml --worker-num 2")
+    assert said.err.startswith(
+        "error: --parallel p.yaml: parallel.rank_list: [0, 3, 1, 2] has not each of the 2 ranks "
+        "once\n"
+    )

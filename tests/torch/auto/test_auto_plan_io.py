@@ -127,6 +127,11 @@ def three_sizes():
             "plan.json is for 16 samples a step, and the sample of rt.shard makes 8",
         ),
         (
+            {"rank_list": [1, 0, 2, 3]},
+            MESH,
+            "plan.json is for ranks in [1, 0, 2, 3], not in their own order",
+        ),
+        (
             {"stages": 2, "mesh": {"tp": 2}},
             MESH,
             "plan.json is for the mesh pp 2 x tp 2 = 4, not dp 2 x tp 2 = 4",
@@ -137,7 +142,7 @@ def three_sizes():
             "plan.json has nothing for p_tokens_weight, which has no such placement",
         ),
     ],
-    ids=["world", "mesh", "version", "batch", "stages", "shared"],
+    ids=["world", "mesh", "version", "batch", "order", "stages", "shared"],
 )
 def test_a_plan_for_something_else_is_refused(saved, change, mesh, sentence):
     saved.write_text(json.dumps(json.loads(saved.read_text()) | change))

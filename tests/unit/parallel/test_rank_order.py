@@ -4,7 +4,7 @@ import pytest
 
 from msrun.errors import ConfigError
 from msrun.parallel.config_file import parse_config
-from msrun.parallel.layout import resolve
+from msrun.parallel.layout import check_world, resolve
 from msrun.parallel.notation.mesh_layout import MeshLayout
 
 SQUARE = {"x": 2, "y": 2}
@@ -33,8 +33,32 @@ def resolved(tree, *rules, world_size=4):
         ([0, 1, 3, 2], [[0, 3, 1, 2]], (0, 1, 3, 2)),
     ],
 )
-def test_the_order_of_the_mesh(given, of_rules, ranks):
-    assert resolved({"rank_list": given}, *of_rules) == MeshLayout(SQUARE, ranks=ranks)
+@pytest.mark.parametrize("mode", ["semi_auto", "auto"])
+def test_the_order_of_the_mesh(given, of_rules, ranks, mode):
+    tree = {"rank_list": given, "mode": mode}
+    assert resolved(tree, *of_rules) == MeshLayout(SQUARE, ranks=ranks)
+
+
+@pytest.mark.parametrize(
+    ("tree", "sentence"),
+    [
+        ({"rank_list": [0, 1]}, "parallel.rank_list: [0, 1] has not each of the 4 ranks once"),
+        (
+            {"rank_list": [1, 0, 2, 3], "verify": 1},
+            (
+                "parallel.verify: rank 0 computes the step of one process, and parallel.rank_list "
+                "begins with rank 1 (let it begin with 0)"
+            ),
+        ),
+    ],
+)
+def test_a_list_is_checked_before_a_mesh_is_found(tree, sentence):
+    found = {"mesh": "auto", "mode": "auto"}
+    assert check_world(parse_config(found | {"rank_list": [3, 1, 0, 2]}), 4) is None
+    with pytest.raises(ConfigError) as caught:
+        check_world(parse_config(found | tree), 4)
+
+    assert caught.value.message == sentence
 
 
 def test_a_rule_with_some_ranks_says_no_order_of_the_mesh():
@@ -78,19 +102,6 @@ def test_a_rule_with_some_ranks_says_no_order_of_the_mesh():
                 "parallel.verify: rank 0 computes the step of one process, and parallel.rank_list "
                 "begins with rank 1 (let it begin with 0)"
             ),
-        ),
-        (
-            {"mode": "auto"},
-            [[0, 3, 1, 2]],
-            (
-                "parallel.plan[0].layout.rank_list: mode auto plans ranks in their own order, not "
-                "[0, 3, 1, 2] (choose semi_auto)"
-            ),
-        ),
-        (
-            {"mode": "auto", "rank_list": [1, 0, 2, 3]},
-            [],
-            "parallel.rank_list: mode auto plans ranks in their own order (leave it out)",
         ),
     ],
 )

@@ -5,10 +5,12 @@ from __future__ import annotations
 import itertools
 import math
 
+import msgspec
 import programs
 import pytest
 from programs import TINY
 
+from msrun.parallel.search.cost.topology import ordered
 from msrun.parallel.search.graph.program import ProgramByBatch
 from msrun.parallel.search.mesh_choice import MeshRequest, candidates, choose_mesh
 from msrun.parallel.search.solve.memory import OutOfMemoryError
@@ -141,3 +143,28 @@ def test_the_search_for_stages_ends_with_its_time_and_what_it_has():
 
     assert clock() == 120  # it looked at the clock when it began and when it had one
     assert hurried.seconds >= chosen(programs=FOUR, world=4, batch=8).seconds
+
+
+def test_the_links_of_a_list_of_ranks_count():
+    """With four ranks on two nodes, in turns: what goes over the last axis crosses the nodes."""
+    two, costs = msgspec.structs.replace(TINY, per_node=2), []
+    program = made(8)
+
+    def seconds(topology, *sizes):
+        setting = Setting(sizes=sizes, topology=topology, batch=8)
+        return search(program, setting).seconds
+
+    turns = ordered(two, [0, 2, 1, 3])
+    assert seconds(turns, 2, 2) == pytest.approx(seconds(two, 2, 2))
+    # Ranks of the first axis have other samples than its neighbours, so the axes are not alike.
+    wanted = {"programs": PROGRAMS, "world": 4, "batch": 8, "limit": None}
+    for one in (two, turns):
+        found = [
+            search(program, Setting(sizes=sizes, topology=one, data_axes=frozenset({0}), batch=8))
+            for sizes in ((4,), (1, 4), (2, 2))
+        ]
+        least = min(plan.seconds for plan in found)
+        best = choose_mesh(MeshRequest(topology=one, **wanted), lambda: 0.0)
+        assert best.seconds == pytest.approx(least)
+        costs.append(found[-1].seconds)
+    assert costs[0] > 1.03 * costs[1]

@@ -11,7 +11,7 @@ from msgspec import structs
 
 from msrun.parallel.search.cost.cost import RedistributionCosts, collective, estimate
 from msrun.parallel.search.cost.redistribution import MoveKind, impossible, moves, route
-from msrun.parallel.search.cost.topology import PRESETS, Measured, Wire
+from msrun.parallel.search.cost.topology import PRESETS, Measured, Wire, ordered
 from msrun.parallel.search.graph.axis_placement import PARTIAL, REPLICATED
 
 MESHES = [(2, 3), (3, 2), (2, 2, 3), (2, 1, 2)]
@@ -190,3 +190,35 @@ def test_what_was_measured_holds_for_links_like_it():
     assert nodes.measured == (across,)
     assert mixed.measured == ()
     assert neighbours.measured == (inside,)
+
+
+def test_an_order_of_ranks_says_which_axis_leaves_a_node():
+    found = structs.replace(PRESETS["a100"], per_node=4)
+    inside, across = found.inside, found.across
+    assert ordered(found, range(8)) is found
+
+    def links(order, *sizes):
+        return [(wire.bandwidth, wire.hop) for wire in ordered(found, order).wires(sizes)]
+
+    within, alone = (inside.bandwidth, inside.latency), (across.bandwidth, across.latency)
+    both = (2 * across.bandwidth, across.latency)
+    # Neighbours on the mesh are on different nodes, and strides of two on one.
+    crossed = [0, 4, 1, 5, 2, 6, 3, 7]
+    assert links(crossed, 4, 2) == [within, alone]
+    assert links(crossed, 8) == [(4 * across.bandwidth, across.latency)]
+    assert links(crossed, 2, 2, 2) == [within, within, alone]
+    # Of the first axis two ranks of each group share a node, of the last none.
+    assert links([0, 4, 5, 1, 2, 6, 7, 3], 4, 2) == [both, alone]
+    # One group that leaves its node makes all of them wait.
+    assert links([0, 1, 2, 4, 3, 5, 6, 7], 4, 2) == [alone, alone]
+    # The mesh of a stage: on one axis the first stage leaves its nodes, on the other the second.
+    assert links([0, 1, 4, 5, 2, 6, 3, 7], 2, 2) == [alone, alone]
+
+
+def test_a_list_of_the_same_order_has_the_same_links():
+    for sizes in [(16,), (2, 8), (8, 2), (4, 2, 2)]:
+        for name in ("a100", "cpu"):
+            found = structs.replace(PRESETS[name], per_node=4)
+            # Two nodes change places, and so do no links.
+            order = [4, 5, 6, 7, 0, 1, 2, 3, *range(8, 16)]
+            assert ordered(found, order).wires(sizes) == found.wires(sizes)

@@ -6,6 +6,7 @@ Users name a topology by a preset or a YAML file (`find_topology`).
 from __future__ import annotations
 
 import math
+from collections import Counter
 from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any, Literal
@@ -115,17 +116,20 @@ class Topology(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=
         wires: list[Wire] = []
         stride = 1
         for size in reversed(sizes):
-            wires.append(self._wire(size, stride))
+            wires.append(self._wire(size, self._together(size, stride)))
             stride *= size
         return tuple(reversed(wires))
 
-    def _wire(self, size: int, stride: int) -> Wire:
-        """Return the links of `size` devices that are `stride` apart.
+    def _together(self, size: int, stride: int) -> int:
+        """Return how many of `size` devices that are `stride` apart each of their nodes has."""
+        return math.gcd(size, max(1, self.per_node // stride))
+
+    def _wire(self, size: int, inside: int) -> Wire:
+        """Return the links of `size` devices of which each of their nodes has `inside`.
 
         A ring that leaves a node does so through the adapters of all its members there, so
         between nodes each member has the bandwidth of as many.
         """
-        inside = math.gcd(size, max(1, self.per_node // stride))
         if inside == size:
             return Wire(
                 size=size,
@@ -144,6 +148,26 @@ class Topology(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=
 
     def _of(self, *, across: bool) -> tuple[Measured, ...]:
         return tuple(one for one in self.measured if one.across is across)
+
+
+class OrderedTopology(Topology, frozen=True, kw_only=True):
+    """A cluster whose ranks have another order on the mesh than their numbers.
+
+    Args:
+        ranks: The rank at each position of the mesh; a stage has as many in a row as its own mesh.
+    """
+
+    ranks: tuple[int, ...]
+
+    def _together(self, size: int, stride: int) -> int:
+        """Return how many devices of a group of the axis its nodes have at least.
+
+        Groups of one axis may have unlike links: all of them wait for the slowest.
+        """
+        nodes = [rank // self.per_node for rank in self.ranks]
+        firsts = (at for at in range(len(nodes)) if at // stride % size == 0)
+        groups = (nodes[first : first + size * stride : stride] for first in firsts)
+        return min(min(Counter(group).values()) for group in groups)
 
 
 class Wire(msgspec.Struct, frozen=True, kw_only=True):
@@ -196,6 +220,13 @@ PRESETS: Mapping[str, Topology] = {
         collective=1e-4,
     ),
 }
+
+
+def ordered(topology: Topology, ranks: Sequence[int]) -> Topology:
+    """Return `topology` for a mesh with `ranks` at its positions; none have their own order."""
+    if [*ranks] == [*range(len(ranks))]:
+        return topology
+    return OrderedTopology(**msgspec.structs.asdict(topology), ranks=tuple(ranks))
 
 
 def parse_topology(tree: object) -> Topology:

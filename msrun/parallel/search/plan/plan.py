@@ -65,6 +65,7 @@ class SavedPlan(msgspec.Struct, frozen=True, kw_only=True):
         runs_on: What runs it: `data parallel` and `styles` of the runtime, or the `executor`; the
             name of a technique that divides whole modules.
         config: Configuration of the runtime for such a technique; empty for plans of operators.
+        rank_list: The rank at each position of the mesh; empty if they are in their own order.
         unknown: Operators without a rule, which run replicated.
         rejected: Other layouts and why they were not chosen.
     """
@@ -90,6 +91,7 @@ class SavedPlan(msgspec.Struct, frozen=True, kw_only=True):
     shared: dict[str, list[str]] = {}
     runs_on: str = "executor"
     config: dict[str, Any] = {}
+    rank_list: list[int] = []
     unknown: list[str] = []
     rejected: list[str] = []
 
@@ -211,6 +213,7 @@ def differences(one: SavedPlan, other: SavedPlan) -> list[tuple[str, str, str]]:
         "microbatches",
         "recompute",
         "runs_on",
+        "rank_list",
     ):
         a, b = getattr(one, key), getattr(other, key)
         rows.append((key, str(a), str(b)))

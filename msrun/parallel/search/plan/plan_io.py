@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import hashlib
 import math
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 
 import msgspec
 
@@ -38,7 +38,13 @@ def shared(rules: Mapping[str, ShardingRule], chosen: Mapping[str, Row]) -> dict
 
 
 def check_fit(
-    plan: SavedPlan, where: str, *, world: int, mesh: Mapping[str, int], batch: int
+    plan: SavedPlan,
+    where: str,
+    *,
+    world: int,
+    mesh: Mapping[str, int],
+    batch: int,
+    ranks: Sequence[int] = (),
 ) -> None:
     """Refuse a plan that was made for something else.
 
@@ -48,14 +54,21 @@ def check_fit(
         world: Ranks of the job.
         mesh: Its axes, stages of the pipeline included.
         batch: Samples of a step.
+        ranks: The rank at each position of the mesh; empty if they are in their own order.
 
     Raises:
-        ConfigError: World, mesh or batch differ.
+        ConfigError: World, mesh, batch or the order of the ranks differ.
     """
     if plan.world != world:
         raise ConfigError(f"{where} is for {plan.world} ranks, and world_size is {world}")
     if plan.axes() != dict(mesh):
         raise ConfigError(f"{where} is for the mesh {_shown(plan.axes())}, not {_shown(mesh)}")
+    if plan.rank_list != [*ranks]:
+        orders = [f"{given}" if given else "their own order" for given in (plan.rank_list, ranks)]
+        raise ConfigError(
+            f"{where} is for ranks in {orders[0]}, not in {orders[1]}",
+            hint="search again with `msrun search --rank-list`",
+        )
     if plan.batch != batch:
         raise ConfigError(
             f"{where} is for {plan.batch} samples a step, and the sample of rt.shard makes {batch}",
