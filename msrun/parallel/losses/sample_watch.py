@@ -481,7 +481,7 @@ class SampleWatch(TorchFunctionMode):
         )
         if is_cut and reached.is_sure:
             return ModelError(text, hint=reached.hint or _HINT)
-        warnings.warn(f"msrun: {text}: {_HINT}{_GATHER}", stacklevel=6)
+        warnings.warn(f"msrun: {text}: {reached.hint or _HINT + _GATHER}", stacklevel=6)
         return None
 
 
