@@ -3,6 +3,8 @@
 `len` returns a plain number, and Python computes with it before torch sees it.  `sources` tells
 where a number comes from.  So it does of a number of `item()` that a script computes with.
 
+A tensor of ones with as many rows as samples has their places after `cumsum`, as `torch.arange` has.
+
 Division by a number of samples is the way to a mean: `(x / len(x)).sum()` has the average of parts
 for its value of the whole.  Any other factor makes values that are others for the whole batch.
 """
@@ -17,13 +19,19 @@ from torch import Tensor
 from msrun.parallel.local import takes_gradients
 from msrun.parallel.losses.calls.marks import Mark, Mixture, Outcome, TorchCall
 from msrun.parallel.losses.calls.sources import SIZE, Sources, script
-from msrun.parallel.losses.torch_calls import DIVIDING, MULTIPLYING
+from msrun.parallel.losses.mixing import dims_of
+from msrun.parallel.losses.torch_calls import DIVIDING, KEEPING, MULTIPLYING
 
 _ADDING = frozenset(["add", "sub", "__add__", "__radd__", "__sub__", "__rsub__", "rsub", "pow"])
 _FACTORS = DIVIDING | MULTIPLYING | _ADDING | {"__pow__", "__rtruediv__", "div", "mul"}
 _SPACED = frozenset(["linspace", "logspace", "arange"])
+# They return equal rows, as many as they are told; running sums and products count these.
+_MAKING = frozenset(["ones", "full", "new_ones", "new_full"])
+_COUNTING = frozenset(["cumsum", "cumprod"])
+_MADE = "msrun_made_rows"  # of a tensor: the watch, and which dim has as many rows as samples
 _SHAPE: Any = Tensor.shape.__get__  # type: ignore[attr-defined]
 SIZES = frozenset([_SHAPE, Tensor.size, Tensor.numel, Tensor.nelement, Tensor.__len__, torch.numel])
+_DECIDED = _SPACED | _MAKING
 _CLOSE = 1e-9
 
 
@@ -37,6 +45,7 @@ class SizeFactors:
     def __init__(self, samples: int) -> None:
         self._samples = samples
         self._sources = Sources()
+        self._has_made = False  # a tensor of equal rows
 
     def note(self, name: str, x: Tensor, dim: int, asked: int | None) -> None:
         """Note that a script reads sizes of a tensor.
@@ -58,13 +67,19 @@ class SizeFactors:
 
     def may_decide(self, name: str) -> bool:
         """Return whether a function may compute by a number that a script read."""
-        return self._sources.has_reads and (name in _SPACED or name in _FACTORS)
+        if self._has_made and (name in _COUNTING or name in KEEPING):
+            return True
+        return self._sources.has_reads and (name in _DECIDED or name in _FACTORS)
 
     def outcome(self, call: TorchCall) -> Outcome:
         """Return what is known of a result that a number decides, and that is no count itself."""
+        if call.name in _COUNTING or call.name in KEEPING:
+            return self._counted(call) if self._has_made else None
         is_spaced = call.name in _SPACED
         if not self.may_decide(call.name) or (found := script()) is None:
             return None
+        if call.name in _MAKING:
+            return self._made(call, self._sources.followed(*found))
         number = next((x for x in call.args if type(x) in (int, float)), None)
         is_number = number is not None and (is_spaced or takes_gradients(call.result))
         source = self._sources.followed(*found) if is_number else None
@@ -83,3 +98,23 @@ class SizeFactors:
             return Mixture(text, unless_counted=not call.result.dim())
         mark = next((mark for x in call.args if (mark := call.mark(x))), Mark(None))
         return Mark(mark.dim, mark.statistic or text) if call.result.dim() else None
+
+    def _made(self, call: TorchCall, source: Mixture | None) -> None:
+        """Note that equal rows were made, as many as samples."""
+        shape = call.result.shape
+        dim = next((at for at, length in enumerate(shape) if length == self._samples), None)
+        if source is SIZE and dim is not None:
+            setattr(call.result, _MADE, (self, dim))
+            self._has_made = True
+
+    def _counted(self, call: TorchCall) -> Outcome:
+        """Return that `call` counts rows that were made for samples, if it does."""
+        owner, dim = getattr(call.x, _MADE, (None, 0))
+        if owner is not self:
+            return None
+        if call.name in KEEPING:
+            if call.result.shape == call.x.shape:
+                setattr(call.result, _MADE, (self, dim))
+            return None
+        dims = dims_of(call.name, call.args, call.kwargs, call.x.dim())
+        return Mixture(f"{SIZE.name}{call.line()}", place="position") if dim in dims else None

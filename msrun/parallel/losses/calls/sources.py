@@ -377,6 +377,8 @@ def _parts(node: ast.AST) -> Iterator[ast.AST]:
         yield node.operand
     elif isinstance(node, ast.IfExp):
         yield from (node.body, node.orelse)
+    elif isinstance(node, ast.Tuple | ast.List):
+        yield from node.elts
     elif isinstance(node, ast.BinOp) or (isinstance(node, ast.Call) and _is_of_numbers(node)):
         yield from _operands(node)
 

@@ -117,6 +117,9 @@ FOLLOWED = {
         "an attribute": Keeper(),
         "an attribute of several": ShapeKeeper(),
         "a closure": in_closure,
+        "running ones": lambda h: h * torch.ones(len(h)).cumsum(0)[:, None],
+        "running rows": lambda h: h * torch.full((len(h), 1), 0.5).to(h).cumprod(0),
+        "running ones of its kind": lambda h: h * h.new_ones((h.shape[0], 1)).cumsum(dim=0),
         "in a comprehension": lambda h: in_comprehension(h, len(h)),
     },
     "std over samples": {"item": by_own_number, "float": by_own_float},
@@ -150,6 +153,10 @@ RIGHT = {
     "another attribute": Careful(),
     "an argument of the same name": shadowed,
     "a metric": to_a_metric,
+    "positions in each sample": lambda h: h * torch.ones(len(h), 6).cumsum(1),
+    "running ones of features": lambda h: h * torch.ones(h.shape[1]).cumsum(0),
+    "ones": lambda h: h * torch.ones(len(h)).float()[:, None],
+    "places as an index": lambda h: h + h[torch.ones(len(h), dtype=torch.long).cumsum(0) - 1],
     "another size": of_another_size,
 }
 
