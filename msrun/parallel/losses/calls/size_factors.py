@@ -3,10 +3,10 @@
 `len` returns a plain number, and Python computes with it before torch sees it.  `sources` tells
 where a number comes from.  So it does of a number of `item()` that a script computes with.
 
-A tensor of ones with as many rows as samples has their places after `cumsum`, as `torch.arange` has.
+The running sum of as many ones as samples has their places, as `torch.arange` has.
 
-Division by a number of samples is the way to a mean: `(x / len(x)).sum()` has the average of parts
-for its value of the whole.  Any other factor makes values that are others for the whole batch.
+Division by their number is the way to a mean: `(x / len(x)).sum()` has the average of parts for its
+value of the whole.  Any other factor makes values that are others for the whole batch.
 """
 
 from __future__ import annotations
@@ -75,17 +75,22 @@ class SizeFactors:
         """Return what is known of a result that a number decides, and that is no count itself."""
         if call.name in _COUNTING or call.name in KEEPING:
             return self._counted(call) if self._has_made else None
-        is_spaced = call.name in _SPACED
-        if not self.may_decide(call.name) or (found := script()) is None:
+        found = script() if self.may_decide(call.name) else None
+        if found is None:
             return None
-        if call.name in _MAKING:
-            return self._made(call, self._sources.followed(*found))
         number = next((x for x in call.args if type(x) in (int, float)), None)
-        is_number = number is not None and (is_spaced or takes_gradients(call.result))
-        source = self._sources.followed(*found) if is_number else None
+        is_number = number is not None and takes_gradients(call.result)
+        source = self._sources.followed(*found) if is_number or call.name in _DECIDED else None
         self._sources.note_tensor(*found)
-        if number is None or source is None:
+        if call.name in _MAKING and source is SIZE:
+            self._note_made(call)
+        if number is None or source is None or call.name in _MAKING:
             return None
+        return self._scaled(call, number, source)
+
+    def _scaled(self, call: TorchCall, number: float, source: Mixture) -> Outcome:
+        """Return what is known of a result that is computed by `number`, which has a `source`."""
+        is_spaced = call.name in _SPACED
         if source is not SIZE:  # losses of one number are looked at by `watch`
             return source if call.result.dim() and not is_spaced else None
         text = f"{SIZE.name}{call.line()}"
@@ -99,11 +104,11 @@ class SizeFactors:
         mark = next((mark for x in call.args if (mark := call.mark(x))), Mark(None))
         return Mark(mark.dim, mark.statistic or text) if call.result.dim() else None
 
-    def _made(self, call: TorchCall, source: Mixture | None) -> None:
+    def _note_made(self, call: TorchCall) -> None:
         """Note that equal rows were made, as many as samples."""
         shape = call.result.shape
         dim = next((at for at, length in enumerate(shape) if length == self._samples), None)
-        if source is SIZE and dim is not None:
+        if dim is not None:
             setattr(call.result, _MADE, (self, dim))
             self._has_made = True
 
