@@ -35,6 +35,7 @@ from msrun.parallel.local import takes_gradients
 from msrun.parallel.losses.calls.contractions import CONTRACTIONS, contraction
 from msrun.parallel.losses.calls.extremes import along, of_extremes
 from msrun.parallel.losses.calls.marks import Known, Mark, Mixture, Outcome, Rule, TorchCall
+from msrun.parallel.losses.calls.sequences import over_sequence
 from msrun.parallel.losses.calls.statistics import reduced
 from msrun.parallel.losses.calls.whole_numbers import whole_numbers
 from msrun.parallel.losses.calls.writes import written_at_index
@@ -49,6 +50,8 @@ def result_of(call: TorchCall) -> Outcome:
     """Return what is known of the result of `call`, some of whose arguments have a mark."""
     rule = _RULES.get(call.name) or (_of_elements if is_elementwise(call.name) else None)
     try:
+        if rule is None and (mixture := over_sequence(call)):
+            return mixture
         return whole_numbers(call) or (of_extremes(call, rule) if rule else None)
     except (TypeError, ValueError, IndexError, RuntimeError):
         return None  # a form of arguments, or a kind of tensor, that the rule does not know

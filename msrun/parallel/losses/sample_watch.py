@@ -173,7 +173,9 @@ class SampleWatch(TorchFunctionMode):
                 note_of_all_ranks(tensor)
             return result
         if given and not isinstance(result, Tensor):
-            self._host.follow(name, marks.get(id(given[0])), mixture, result)
+            number = self._host.follow(name, marks.get(id(given[0])), mixture, result)
+            if number:
+                self._sizes.note_number(number)
         if name in ORDERING or (name in KEEPING and given and self._order(given[0])):
             self._leave_order(result, given)
         if marks or self._rows.has_cut:
@@ -488,7 +490,7 @@ class SampleWatch(TorchFunctionMode):
         )
         if is_cut and reached.is_sure:
             return ModelError(text, hint=reached.hint or _HINT)
-        warnings.warn(f"msrun: {text}: {_HINT}{_GATHER}", stacklevel=6)
+        warnings.warn(f"msrun: {text}: {reached.hint or _HINT + _GATHER}", stacklevel=6)
         return None
 
 

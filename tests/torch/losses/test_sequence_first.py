@@ -1,5 +1,7 @@
 """Batches with the sequence first: right on data-parallel ranks, refused in micro-batches."""
 
+import warnings
+
 import pytest
 import torch
 from ranks import run_warm
@@ -9,6 +11,7 @@ from torch.utils.data import TensorDataset
 
 import msrun
 from msrun.errors import ModelError
+from msrun.parallel.losses.sample_watch import SampleWatch
 
 pytestmark = pytest.mark.torch
 
@@ -156,9 +159,15 @@ def test_models_that_turn_their_batch_train_as_one_process(cells, ranks, config)
     assert run(ranks, config, cells, turns=True) == pytest.approx(alone, rel=1e-6)
 
 
+def _warned(cells):
+    with pytest.warns(UserWarning, match="right if dim 0 of the batch has the sequence"):
+        return trained({}, cells)
+
+
 @pytest.mark.parametrize("cells", CELLS)
-def test_data_parallel_ranks_take_the_sequence_first(cells):
-    assert run(2, {}, cells) == pytest.approx(run(1, {}, cells), rel=1e-6)
+def test_data_parallel_ranks_take_the_sequence_first_and_say_so(cells):
+    alone = run(1, {}, cells)
+    assert run_warm(_warned, 2, cells) == [pytest.approx(alone, rel=1e-6)] * 2
 
 
 def test_one_micro_batch_of_a_pipeline_takes_the_sequence_first():
@@ -179,3 +188,106 @@ def test_verify_joins_the_samples_of_a_loader():
     config = {"verify": "first_step"}
     found = run(2, config, "RNN", has_loader=True)
     assert found == pytest.approx(run(1, {}, "RNN", has_loader=True), rel=1e-6)
+
+
+def mixture(run, x):
+    """Return what data-parallel ranks are told of a loss of what `run` computes of `x`."""
+    with warnings.catch_warnings(record=True) as caught, SampleWatch([x], len(x)) as watch:
+        warnings.simplefilter("always")
+        loss = run(x.clone().requires_grad_()).square().mean()
+        assert watch.read(loss, is_cut=False) is None
+    return [str(each.message) for each in caught]
+
+
+def attend(x, **options):
+    return nn.MultiheadAttention(WIDTH, 2)(x, x, x, need_weights=False, **options)[0]
+
+
+SAMPLE_ROWS = torch.ones(5, 3, WIDTH)
+OVER_SAMPLES = {
+    "a recurrence over samples": {
+        "lstm": lambda x: nn.LSTM(WIDTH, WIDTH)(x)[0],
+        "gru": lambda x: nn.GRU(WIDTH, WIDTH)(x)[0],
+        "last state": lambda x: nn.LSTM(WIDTH, WIDTH)(x)[1][0],
+        "rnn of one sequence": lambda x: nn.RNN(WIDTH, WIDTH)(x[:, 0])[0],
+        "transposed once too often": lambda x: nn.GRU(WIDTH, WIDTH, batch_first=True)(
+            x.transpose(0, 1)
+        )[0],
+    },
+    "an attention over samples": {
+        "attention": attend,
+        "of one sequence": lambda x: attend(x[:, 0]),
+        "encoder layer": nn.TransformerEncoderLayer(WIDTH, 2, 16, dropout=0.0),
+    },
+}
+OF_EACH_SAMPLE = {
+    "lstm": lambda x: nn.LSTM(WIDTH, WIDTH, batch_first=True)(x)[0],
+    "turned": lambda x: nn.GRU(WIDTH, WIDTH)(x.transpose(0, 1))[0].transpose(0, 1),
+    "packed": lambda x: (
+        nn.LSTM(WIDTH, WIDTH, batch_first=True)(
+            nn.utils.rnn.pack_padded_sequence(x, torch.tensor([3] * len(x)), batch_first=True)
+        )[0].data
+    ),
+    "attention": lambda x: attend(x.transpose(0, 1)),
+    "encoder layer": nn.TransformerEncoderLayer(WIDTH, 2, 16, dropout=0.0, batch_first=True),
+    "a causal mask": lambda x: attend(x, attn_mask=torch.ones(len(x), len(x)).triu(1).bool()),
+}
+KINDS = {(said, name): run for said, runs in OVER_SAMPLES.items() for name, run in runs.items()}
+
+
+@pytest.mark.parametrize(("said", "name"), KINDS)
+def test_layers_that_run_over_samples_are_told(said, name):
+    (text,) = mixture(KINDS[said, name], SAMPLE_ROWS)
+
+    assert f"the loss depends on {said} (test_sequence_first.py, line" in text
+    assert "right if dim 0 of the batch has the sequence" in text
+
+
+@pytest.mark.parametrize("run", OF_EACH_SAMPLE.values(), ids=OF_EACH_SAMPLE)
+def test_layers_that_run_over_tokens_are_not(run):
+    assert mixture(run, SAMPLE_ROWS) == []
+
+
+class Sentences(nn.Module):
+    """Classifies sentences of a batch with samples first, by a layer with the sequence first."""
+
+    def __init__(self):
+        super().__init__()
+        self.cells, self.head = nn.LSTM(WIDTH, WIDTH), nn.Linear(WIDTH, 4)
+
+    def forward(self, x):
+        return self.head(self.cells(x)[0][:, -1])
+
+
+def said_of_sentences(how):
+    rt = msrun.init({})
+    torch.manual_seed(0)
+    model = rt.shard(Sentences())
+    optimizer = rt.optimizer(torch.optim.SGD(model.parameters(), lr=0.5))
+    x, y = torch.randn(4, TOKENS, WIDTH), torch.arange(4)
+    with warnings.catch_warnings(record=True) as caught:
+        warnings.simplefilter("always")
+        if how == "step":
+            rt.step(model, optimizer, functional.cross_entropy, x, y)
+        else:
+            functional.cross_entropy(model(x), y).backward()
+            optimizer.step()
+    rt.close()
+    return [str(each.message) for each in caught if "msrun: the loss" in str(each.message)]
+
+
+@pytest.mark.parametrize("how", ["step", "loop"])
+def test_ranks_warn_of_a_layer_that_runs_over_samples(how):
+    for (text,) in run_warm(said_of_sentences, 2, how):
+        assert "the loss depends on a recurrence over samples (test_sequence_first.py" in text
+
+
+def said_with_a_loader():
+    with warnings.catch_warnings(record=True) as caught:
+        warnings.simplefilter("always")
+        trained({}, "LSTM", has_loader=True)
+    return [str(each.message) for each in caught if "msrun: the loss" in str(each.message)]
+
+
+def test_a_loader_says_that_the_sequence_is_first():
+    assert run_warm(said_with_a_loader, 2) == [[], []]

@@ -1,7 +1,8 @@
 """Values of samples that a script computes with in Python or numpy, and brings back to torch.
 
 Nobody follows them there.  A number of a part of the batch that comes back as it is, such as
-`x / x.std().item()`, is known by its value.  Of tensors that are made of lists, or of memory of
+`x / x.std().item()`, is known by its value, and one that it was computed from by the source
+(`size_factors`).  Of tensors that are made of lists, or of memory of
 numpy, after values of samples were read, it is not known whether they mix samples: that is a
 warning.
 """
@@ -32,7 +33,9 @@ class HostValues:
         self._line = ""  # where values of samples were read
         self._numbers: dict[float, Mixture] = {}
 
-    def follow(self, name: str, mark: Mark | None, mixture: Mixture | None, result: Any) -> None:
+    def follow(
+        self, name: str, mark: Mark | None, mixture: Mixture | None, result: Any
+    ) -> Mixture | None:
         """Note what a function hands to Python.
 
         Args:
@@ -40,13 +43,19 @@ class HostValues:
             mark: Of the tensor that it got.
             mixture: That this has.
             result: What it returned.
+
+        Returns:
+            Which mixture a number is.
         """
         if name in _READING and (mark or mixture) and not _is_own_function():
             self._line = script_line()
         statistic = Mixture(mark.statistic) if mark and mark.statistic else None
         number = mixture or statistic
-        if name in _NUMBERS and number and isinstance(result, float) and not result.is_integer():
+        if name not in _NUMBERS or not number or not isinstance(result, float):
+            return None
+        if not result.is_integer():
             self._numbers[result] = number
+        return number
 
     def mixture(self, name: str, args: Sequence[Any]) -> Mixture | None:
         """Return what the result of a function has from numbers or lists that it got."""

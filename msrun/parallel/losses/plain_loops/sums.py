@@ -2,9 +2,11 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
-from typing import Literal, NamedTuple
+import itertools
+from collections.abc import Callable, Mapping, Sequence
+from typing import Any, Literal, NamedTuple
 
+import torch
 from torch import Tensor
 
 from msrun.parallel.losses.terms import Term
@@ -37,6 +39,24 @@ class Weight(NamedTuple):
     def value(self) -> float:
         """The weight of an element; 0 if none counts."""
         return self.slope / self.divisor if self.divisor else 0.0
+
+
+def backward_pairs(
+    func: Callable[..., Any], args: Sequence[Any], kwargs: Mapping[str, Any]
+) -> list[tuple[Tensor, Tensor | None]]:
+    """Return what a function is about to differentiate, each with the gradient that it is given.
+
+    Returns:
+        Nothing for a function that begins no backward pass.
+    """
+    if func is Tensor.backward:
+        return [(args[0], kwargs.get("gradient", (*args[1:], None)[0]))]
+    if func is not torch.autograd.backward:
+        return []
+    losses, gradients = args[0], kwargs.get("grad_tensors")  # torch passes these on by name
+    given = [gradients] if isinstance(gradients, Tensor) else gradients or ()
+    pairs = itertools.zip_longest(losses, given)
+    return [(loss, gradient) for loss, gradient in pairs if isinstance(loss, Tensor)]
 
 
 def kind_of(term: Term, weight: float, loss: Tensor) -> Kind:

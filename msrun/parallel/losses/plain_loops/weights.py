@@ -9,9 +9,10 @@ ranks compare and all refuse before the optimizer steps.
 
 From a call of the model in training until an optimizer steps, a `_Window` is among the function
 modes of the thread.  It has a `LossWatch`, which leaves a term for each mean and each sum, and sees
-`Tensor.backward`: of that loss, the derivative by a mean, over its count, is what an element
-weighs.  Outputs of the model are new to the watch, unless they are one number: a model may return
-its loss.  A `SampleWatch` looks at the first step for what mixes samples.
+`Tensor.backward` and `torch.autograd.backward`: of each loss that these get, the derivative by a
+mean, over its count, is what an element weighs.  Outputs of the model are new to the watch, unless
+they are one number: a model may return its loss.  A `SampleWatch` looks at the first step for what
+mixes samples.
 
 Python between functions of torch costs time, so ranks look at steps 1, 2, 3, 10, 100 and every
 1000.  Where counts follow from the data, as with padding, they look at every step; but not at that
@@ -45,6 +46,7 @@ from msrun.parallel.losses.linked_terms import forget
 from msrun.parallel.losses.own_gradients import is_gradient
 from msrun.parallel.losses.plain_loops.sums import (
     Weight,
+    backward_pairs,
     kind_of,
     unlike_number,
     unlike_ranks,
@@ -276,9 +278,10 @@ class _Window(TorchFunctionMode):
         kwargs = kwargs or {}
         if is_tracing() or not all(issubclass(kind, Tensor) for kind in types):
             return func(*args, **kwargs)  # of a tracer
-        if func is Tensor.backward:
+        if differentiated := backward_pairs(func, args, kwargs):
             self.has_ended = True
-            self._note(args[0], kwargs.get("gradient", (*args[1:], None)[0]))
+            for loss, gradient in differentiated:
+                self._note(loss, gradient)
             with refused_penalties():
                 return func(*args, **kwargs)
         if getattr(func, "__module__", "") == _COLLECTIVES:

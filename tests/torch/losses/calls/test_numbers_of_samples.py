@@ -78,6 +78,10 @@ def by_size_of_size(h):
     return h * scale
 
 
+def times(h, number):
+    return h * number
+
+
 def by_list(h):
     return h * torch.tensor(h.detach().mean(0).tolist())
 
@@ -110,6 +114,8 @@ MIXING = {
     "numel": (lambda h: h / math.sqrt(h.numel()), "the number of samples"),
     "linspace": (lambda h: h * torch.linspace(0, 1, len(h))[:, None], "the number of samples"),
     "places": (lambda h: h * torch.arange(len(h)).float()[:, None], "the number of samples"),
+    "an argument": (lambda h: times(h, len(h)), "the number of samples"),
+    "a computed item": (lambda h: h / (h.detach().std().item() + 0.1), "std over samples"),
     "an item": (lambda h: h / h.detach().std().item(), "std over samples"),
 }
 UNSURE = {"a list": by_list, "numpy": by_numpy}

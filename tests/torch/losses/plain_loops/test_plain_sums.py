@@ -31,6 +31,26 @@ def by_gradient(output, y, _):
     losses.backward(torch.ones_like(losses))
 
 
+def by_autograd(output, y, _):
+    torch.autograd.backward(-log_probs(output, y).sum())
+
+
+def by_autograd_of_several(output, y, _):
+    """A list of losses, one of which is no mean."""
+    losses = -log_probs(output, y)
+    torch.autograd.backward([losses.mean(), losses.sum()])
+
+
+def by_autograd_of_samples(output, y, _):
+    losses = -log_probs(output, y)
+    torch.autograd.backward([losses], [torch.ones_like(losses)])
+
+
+def by_autograd_of_means(output, y, _):
+    losses = -log_probs(output, y)
+    torch.autograd.backward([losses.mean(), losses], [None, torch.full_like(losses, 1 / len(y))])
+
+
 def scaled(output, y, _):
     scaler = torch.amp.GradScaler("cpu", init_scale=4.0)
     scaler.scale(-log_probs(output, y).sum()).backward()
@@ -67,6 +87,10 @@ def apart(output, *_):
     (-torch.cdist(output[:, :3], output[:, :3]).mean()).backward()
 
 
+def apart_by_autograd(output, *_):
+    torch.autograd.backward([-torch.cdist(output[:, :3], output[:, :3]).mean()])
+
+
 def trained(rt, backward):
     """Return weights after a few steps, or what was refused, and the warnings."""
     model = rt.shard(build())
@@ -97,7 +121,14 @@ SUM = (
 
 @pytest.mark.parametrize(
     ("backward", "name"),
-    [(negated, "sum"), (subtracted, "sum"), (by_gradient, "a loss of each sample")],
+    [
+        (negated, "sum"),
+        (subtracted, "sum"),
+        (by_gradient, "a loss of each sample"),
+        (by_autograd, "sum"),
+        (by_autograd_of_several, "sum"),
+        (by_autograd_of_samples, "a loss of each sample"),
+    ],
 )
 def test_sums_of_ranks_are_refused(backward, name):
     assert run_warm(job, 2, backward) == [(SUM.format(name), [])] * 2
@@ -119,6 +150,7 @@ def test_sums_of_ranks_are_refused(backward, name):
             ],
         ),
         (apart, ["depends on pairs of samples (cdist) of a part of the batch"]),
+        (apart_by_autograd, ["depends on pairs of samples (cdist) of a part of the batch"]),
     ],
 )
 def test_what_is_of_a_part_of_the_batch_is_a_warning(backward, said):
@@ -127,7 +159,9 @@ def test_what_is_of_a_part_of_the_batch_is_a_warning(backward, said):
         assert all(text in told for text, told in zip(said, found, strict=True))
 
 
-@pytest.mark.parametrize("backward", [above_baseline_of_all, by_gradient_of_mean, divided])
+@pytest.mark.parametrize(
+    "backward", [above_baseline_of_all, by_gradient_of_mean, by_autograd_of_means, divided]
+)
 def test_what_all_ranks_have_is_right(backward):
     expected, _ = run_warm(job, 1, backward)[0]
 
