@@ -13,6 +13,7 @@ import itertools
 import json
 import logging
 import sys
+import traceback
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import AbstractContextManager, contextmanager, nullcontext, redirect_stderr
 from functools import cache, lru_cache, partial, wraps
@@ -1909,6 +1910,19 @@ def is_of_compiler(error: BaseException) -> bool:
     if exc is None:
         return False
     return isinstance(error, exc.TorchDynamoException | exc.FailOnRecompileLimitHit)
+
+
+def is_of_sharded_write(error: BaseException) -> bool:
+    """Return whether `error` is the assertion that a plain number was written by a DTensor.
+
+    Torch asserts without a word in its dispatcher.
+    """
+    from torch.distributed.tensor import _dispatch
+
+    if not isinstance(error, AssertionError) or error.args:
+        return False
+    frames = [frame for frame, _ in traceback.walk_tb(error.__traceback__)]
+    return bool(frames) and frames[-1].f_code.co_filename == _dispatch.__file__
 
 
 def breaks_graph(error: BaseException) -> bool:

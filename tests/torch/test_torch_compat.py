@@ -73,6 +73,7 @@ from msrun.parallel.torch_compat import (
     is_in_backward,
     is_of_compiler,
     is_of_reader,
+    is_of_sharded_write,
     is_pointwise,
     is_step_of_scheduler,
     is_tracing,
@@ -350,6 +351,20 @@ def _gathered_in_order():
         total = placed.redistribute(placements=(Replicate(), Replicate())).to_local()
         sums = DTensor.from_local(part, mesh, (Partial(), Partial())).full_tensor()
     return found, total.tolist(), sums.tolist(), dict(counted.calls)
+
+
+def _written_by_shards():
+    """Return whether what torch asserts of a plain number that a sharded one writes is known."""
+    mesh = init_device_mesh("cpu", (2,))
+    try:
+        torch.tensor(0.0).copy_(DTensor.from_local(torch.ones(1), mesh, (Shard(0),)).amax())
+    except AssertionError as error:
+        return is_of_sharded_write(error), is_of_sharded_write(AssertionError())
+    return None
+
+
+def test_a_write_of_a_sharded_number_is_known():
+    assert run_ranks(_written_by_shards, 2) == [(True, False)] * 2
 
 
 def test_groups_and_joined_axes_keep_the_order_of_a_mesh():

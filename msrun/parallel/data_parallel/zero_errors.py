@@ -41,7 +41,7 @@ def named_errors(model: weakref.ref[nn.Module], level: int) -> Iterator[None]:
     """
     try:
         yield
-    except RuntimeError as error:
+    except (RuntimeError, AssertionError) as error:
         own = model()
         if own is not None and (sentence := _sentence_of(error, own, level)):
             raise sentence from None
@@ -64,13 +64,15 @@ class _NamedForward:
         # No context: the compiler follows this.
         try:
             return self.__wrapped__(*args, **kwargs)
-        except RuntimeError as error:
+        except (RuntimeError, AssertionError) as error:
             if sentence := _sentence_of(error, self._model, self._level):
                 raise sentence from None
             raise
 
 
-def _sentence_of(error: RuntimeError, model: nn.Module, level: int) -> ModelError | None:
+def _sentence_of(
+    error: RuntimeError | AssertionError, model: nn.Module, level: int
+) -> ModelError | None:
     """Return the error of `error`; None if it is the model's."""
     if "RegisterPostBackwardFunction is a view and is being modified" in str(error):
         return ModelError(
@@ -84,7 +86,8 @@ def _sentence_of(error: RuntimeError, model: nn.Module, level: int) -> ModelErro
             f"calls cannot call modules whose parameters are gathered: {_first_line(error)}",
             hint="call the modules outside of its functions, or choose zero 0",
         )
-    if not any(text in str(error) for text in _OF_SHARDS):
+    is_of_shards = any(text in str(error) for text in _OF_SHARDS)
+    if not (is_of_shards or torch_compat.is_of_sharded_write(error)):
         return None
     names = [
         name

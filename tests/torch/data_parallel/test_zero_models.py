@@ -97,6 +97,20 @@ class Outside(nn.Module):
         return self.head(functional.linear(x, first.weight, first.bias))
 
 
+class Observed(Outside):
+    """Writes the maximum of a weight to a buffer, as an observer of quantization does."""
+
+    def __init__(self):
+        super().__init__()
+        self.register_buffer("largest", torch.zeros(()))
+
+    def forward(self, x):
+        first = self.first
+        with torch.no_grad():
+            self.largest.copy_(first.weight.amax())
+        return super().forward(x)
+
+
 class Seen(nn.Module):
     """Uses parts of its blocks and of its head, and its code says so."""
 
@@ -191,9 +205,10 @@ NOT_GATHERED = (
 )
 
 
+@pytest.mark.parametrize("kind", [Outside, Observed])
 @pytest.mark.parametrize("level", [1, 3])
-def test_a_parameter_outside_of_its_module_is_refused(level):
-    found = run_warm(learned, 2, zero(level), Outside)
+def test_a_parameter_outside_of_its_module_is_refused(level, kind):
+    found = run_warm(learned, 2, zero(level), kind)
 
     assert found == 2 * [NOT_GATHERED.format(level, "first, head")]
 
