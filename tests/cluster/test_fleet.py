@@ -52,7 +52,8 @@ ROWS = rows(*mpi.WHEELS)
 ESSENTIAL = pytest.mark.parametrize("site_of_all", rows("mpich", "impi-rt"), indirect=True)
 # Of every mpirun one host shows as much.
 ALSO_ON_ONE_HOST = pytest.mark.parametrize("site_of_all", rows(*mpi.ALL), indirect=True)
-LOST = pytest.mark.parametrize("backend", rows("mpirun.openmpi", "mpich", "impi-rt"))
+# Of Slurm a job that goes on without the lost node shows it, below.
+LOST = pytest.mark.parametrize("backend", rows("mpirun.openmpi", "mpich", "impi-rt", "slurm"))
 STARTS_RANKS = pytest.mark.parametrize(
     "site_of_all",
     [b for b in rows("mpirun.openmpi", "mpich", "impi-rt") if b.values[0] in mpi.ALL],
