@@ -22,7 +22,7 @@ def logs_of(nodes):
     return [node.logs for node in nodes]
 
 
-@pytest.mark.parametrize("order", ["abc", "cba", "bca"])
+@pytest.mark.parametrize("order", ["abc", "cba", pytest.param("bca", marks=pytest.mark.slow)])
 def test_nodes_come_in_any_order_and_ranks_follow_their_addresses(lab, form, order):
     nodes = form([lab.host(name) for name in order], "--workers-per-node", 2, *tell_who())
 
@@ -45,9 +45,9 @@ def test_the_node_of_the_scheduler_may_be_the_last(lab, form):
     ("families", "address"),
     [
         ((4,), "a"),
-        ((4,), "10.77.0.1"),
+        pytest.param((4,), "10.77.0.1", marks=pytest.mark.slow),
         ((6,), "a"),
-        ((6,), "fd00:77::1"),
+        pytest.param((6,), "fd00:77::1", marks=pytest.mark.slow),
         ((4, 6), "a"),
         ((4, 6), "10.77.0.1"),
         ((4, 6), "fd00:77::1"),

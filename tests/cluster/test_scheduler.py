@@ -11,6 +11,9 @@ from support import until
 
 pytestmark = [pytest.mark.process, pytest.mark.timeout(120)]
 
+# Of the worker on the scheduler's node, and of one on another.
+ATTEMPTS = [0, 1, pytest.param(2, marks=pytest.mark.slow)]
+
 
 def test_a_scheduler_may_be_killed_while_workers_stop(lab, living, audit):
     nodes = living(lab.hosts, "--nnodes", "1:3")
@@ -28,7 +31,7 @@ def test_a_scheduler_may_be_killed_while_workers_stop(lab, living, audit):
     assert codes(nodes) == [0, 143, 0]
 
 
-@pytest.mark.parametrize("attempt", range(3))
+@pytest.mark.parametrize("attempt", ATTEMPTS)
 def test_a_verdict_outlives_its_scheduler(lab, living, audit, attempt):
     nodes = living(lab.hosts, "--max-restarts", 0)
     audit.until_running(0, "a", "b", "c")
@@ -43,7 +46,7 @@ def test_a_verdict_outlives_its_scheduler(lab, living, audit, attempt):
     assert codes(nodes) == [3, 3, 3]
 
 
-@pytest.mark.parametrize("attempt", range(3))
+@pytest.mark.parametrize("attempt", ATTEMPTS)
 def test_a_spare_learns_a_verdict_that_outlives_its_scheduler(lab, living, audit, attempt):
     nodes = living(lab.hosts[:2], "--nnodes", 2, "--max-restarts", 0)
     audit.until_running(0, "a", "b")

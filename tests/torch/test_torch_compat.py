@@ -2,6 +2,7 @@
 # tidy: long file, the tests of all private names of torch are in one place
 
 import copy
+import functools
 import inspect
 import itertools
 import math
@@ -13,7 +14,6 @@ import weakref
 from collections import Counter
 from concurrent.futures import ProcessPoolExecutor
 from contextlib import nullcontext
-from functools import partial
 
 import pytest
 import torch
@@ -727,7 +727,7 @@ def test_watched_units_tell_of_a_sparse_gradient_before_torch_fails_at_it():
 
 def _second():
     model, told = build("mlp"), []
-    watch_units(fully_shard(model), list, list, list, partial(told.append, "second"))
+    watch_units(fully_shard(model), list, list, list, functools.partial(told.append, "second"))
     x, y = batches("mlp", steps=1)[0]
     loss = functional.cross_entropy(model(x.requires_grad_()), y)
     (gradient,) = torch.autograd.grad(loss, x, create_graph=True)
@@ -1079,7 +1079,7 @@ def test_hooks_of_a_module_are_registered_on_its_copy():
     net.register_forward_pre_hook(lambda *_: calls.append("before"))
     net.register_forward_hook(lambda *args: calls.append(len(args)), with_kwargs=True)
     net.register_full_backward_pre_hook(lambda *_: calls.append("backward"))
-    net.register_full_backward_hook(partial(lambda *_: calls.append("after")))
+    net.register_full_backward_hook(functools.partial(lambda *_: calls.append("after")))
     for key in registered_hooks(other):
         forget_hook(other, key)
     for hook in registered_hooks(net).values():
@@ -1091,9 +1091,9 @@ def test_hooks_of_a_module_are_registered_on_its_copy():
 
 def test_hooks_of_torch_and_msrun_are_not_of_the_script():
     net = nn.Linear(2, 2)
-    net.register_forward_hook(partial(has_own_call))
+    net.register_forward_hook(functools.partial(has_own_call))
     net.register_forward_hook(torch.utils.hooks.unserializable_hook)
-    net.register_forward_hook(partial(lambda *_: None))
+    net.register_forward_hook(functools.partial(lambda *_: None))
     assert [hook.is_of_script for hook in registered_hooks(net).values()] == [False, False, True]
 
 
@@ -1265,10 +1265,23 @@ def _infinite():
     return param
 
 
-def test_functions_over_lists_split_them_by_kind():
-    # A new interpreter: tests in this one may have replaced the functions already, for other kinds.
+@functools.cache
+def _in_new_interpreter():
+    """Return what functions find where no test has replaced any of torch yet, each in a child."""
     with ProcessPoolExecutor(1, mp_context=multiprocessing.get_context("spawn")) as pool:
-        total, gradients, lists = pool.submit(_listed).result()
+        return pool.submit(_each_in_child).result()
+
+
+def _each_in_child():
+    found = {}
+    for function in (_listed, _values_of_dtensors, _plain_beside_dtensors, _shards_shown):
+        with ProcessPoolExecutor(1, mp_context=multiprocessing.get_context("fork")) as pool:
+            found[function.__name__] = pool.submit(function).result()
+    return found
+
+
+def test_functions_over_lists_split_them_by_kind():
+    total, gradients, lists = _in_new_interpreter()["_listed"]
 
     assert (total, gradients) == (pytest.approx(20**0.5), [4.0, 1.0])
     # A list of each kind, where torch makes one of a device and type.
@@ -1296,8 +1309,7 @@ def _values_of_dtensors():
 
 
 def test_values_and_backward_passes_of_dtensors_are_watched():
-    with ProcessPoolExecutor(1, mp_context=multiprocessing.get_context("spawn")) as pool:
-        values, placements, said = pool.submit(_values_of_dtensors).result()
+    values, placements, said = _in_new_interpreter()["_values_of_dtensors"]
 
     assert values == ["2.50", 2.5, True, 1.0]
     assert len(placements) == len(values)
@@ -1353,8 +1365,7 @@ def _plain_beside_dtensors():
 
 
 def test_methods_of_dtensors_take_plain_tensors():
-    with ProcessPoolExecutor(1, mp_context=multiprocessing.get_context("spawn")) as pool:
-        firsts, values, written, numbers = pool.submit(_plain_beside_dtensors).result()
+    firsts, values, written, numbers = _in_new_interpreter()["_plain_beside_dtensors"]
 
     assert firsts == [True, False]
     drawn = [[1] * 3, [0] * 3]
@@ -1396,8 +1407,7 @@ def _shards_shown():
 
 
 def test_shards_are_shown_and_what_was_gathered_stays():
-    with ProcessPoolExecutor(1, mp_context=multiprocessing.get_context("spawn")) as pool:
-        *kept, unreduced, set_by_hand = pool.submit(_shards_shown).result()
+    *kept, unreduced, set_by_hand = _in_new_interpreter()["_shards_shown"]
 
     assert kept == [True, False, True, True]
     assert unreduced == []

@@ -36,7 +36,7 @@ TRAIN = """
 """
 
 
-@pytest.mark.parametrize("first", ["MS_SCHED", "MS_WORKER"])
+@pytest.mark.parametrize("first", [pytest.param("MS_SCHED", marks=pytest.mark.slow), "MS_WORKER"])
 def test_the_same_script_in_each_terminal_is_one_job(cluster, tmp_path, first):
     words = (script(tmp_path, TRAIN), "--lr", "3")
     numbers = {"MS_SCHED": 1, "MS_WORKER": 4}
@@ -126,6 +126,7 @@ def test_the_first_failure_is_the_result_of_every_process(cluster):
     assert "local_rank 2" in scheduler.err
 
 
+@pytest.mark.sampled
 @pytest.mark.parametrize("signum", [signal.SIGTERM, signal.SIGINT])
 @pytest.mark.parametrize("receiver", [0, 2])
 def test_a_signal_to_any_process_stops_the_job(cluster, signum, receiver):

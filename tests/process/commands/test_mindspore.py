@@ -151,7 +151,10 @@ def test_other_connections_start_nothing_and_end_nothing(msrun, tmp_path, mindsp
     assert not (job.logs / LOG).exists()
 
 
-@pytest.mark.parametrize(("signum", "code"), [(signal.SIGTERM, 143), (signal.SIGKILL, 137)])
+@pytest.mark.parametrize(
+    ("signum", "code"),
+    [pytest.param(signal.SIGTERM, 143, marks=pytest.mark.slow), (signal.SIGKILL, 137)],
+)
 def test_it_ends_with_the_launcher(msrun, tmp_path, mindspore, signum, code):
     waiting = MEET.replace("import os", "import os, signal") + "    signal.pause()\n"
     job = msrun("-n", 2, script(tmp_path, waiting), env=mindspore)

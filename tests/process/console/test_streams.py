@@ -136,7 +136,13 @@ def test_streams_and_ranks_are_chosen(msrun, words, own, out, err):
         assert kept == []
 
 
-@pytest.mark.parametrize("words", ["-r 3", "-t 1", "-r 0:1 -t 0:1", "-r 3 -t 0:2,1:2"])
+@pytest.mark.parametrize(
+    "words",
+    [
+        *(pytest.param(words, marks=pytest.mark.slow) for words in ("-r 3", "-r 0:1 -t 0:1")),
+        *("-t 1", "-r 3 -t 0:2,1:2"),
+    ],
+)
 def test_torchrun_shows_the_same_streams(msrun, torchrun, words, tmp_path):
     prefix = r"\[default(\d)\]:"
     job = msrun("--workers-per-node", 2, *words.split(), *shell(TWO_EACH))

@@ -143,11 +143,14 @@ def test_the_next_job_removes_what_others_left_in_every_place(msrun, runtime):
     assert not left.exists()
 
 
-def test_a_start_that_fails_leaves_no_cgroup(msrun, parent_cgroup):
+@pytest.mark.parametrize(
+    "counts", [range(16, 32, 4), pytest.param(range(8, 40, 4), marks=pytest.mark.slow)], ids=str
+)
+def test_a_start_that_fails_leaves_no_cgroup(msrun, parent_cgroup, counts):
     """Of 16 files there are not enough for the processes."""
     few = ["sh", "-c", 'ulimit -n "$0"; exec "$@"']
     codes = set()
-    for count in range(8, 40, 4):
+    for count in counts:
         job = msrun(*shell("true"), wrapper=[*few, str(count)])
         codes.add(job.wait())
         assert cgroups(parent_cgroup, job) == []

@@ -130,7 +130,7 @@ def test_what_ignores_sigterm_is_killed_after_the_grace(msrun):
 @pytest.mark.parametrize(
     "count",
     [
-        pytest.param(20, marks=pytest.mark.thorough),
+        pytest.param(10, marks=pytest.mark.thorough),
         pytest.param(1000, marks=[pytest.mark.slow, pytest.mark.timeout(3600)]),
     ],
 )

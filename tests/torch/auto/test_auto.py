@@ -26,7 +26,7 @@ from msrun.parallel.search.solve.build import build
 from msrun.parallel.search.solve.eliminate import solve
 from msrun.parallel.search.solve.problem import Setting
 
-PLANS = 3
+PLANS = 2
 
 pytestmark = pytest.mark.torch
 

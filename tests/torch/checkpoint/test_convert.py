@@ -42,7 +42,11 @@ def read(path):
 
 
 @pytest.mark.parametrize(
-    ("source", "target"), [(SOURCE, "zero3 on 3"), (SOURCE, STAGES), (STAGES, SOURCE)]
+    ("source", "target"),
+    [
+        pytest.param(SOURCE, "zero3 on 3", marks=pytest.mark.slow),
+        *((SOURCE, STAGES), (STAGES, SOURCE)),
+    ],
 )
 def test_merged_and_split_again(saved, tmp_path, source, target):
     line = convert(saved / source, tmp_path / "all.pt", optimizer=True)

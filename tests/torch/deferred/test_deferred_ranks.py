@@ -94,7 +94,10 @@ def divide(model, mesh):
 
 @pytest.mark.parametrize(
     ("kind", "world_size"),
-    [("fully", 2), ("fully", 4), ("tensor", 2), ("tensor", 4), ("tensor, fully", 4)],
+    [
+        *(("fully", 2), ("tensor", 2), ("tensor, fully", 4)),
+        *(pytest.param(kind, 4, marks=pytest.mark.slow) for kind in ("fully", "tensor")),
+    ],
 )
 def test_a_divided_model_has_the_bits_of_a_whole_one(kind, world_size):
     assert all(run_ranks(sharded, world_size, kind))

@@ -108,6 +108,7 @@ CONFIGS = {
 WHOLE = pytest.mark.filterwarnings("ignore:msrun. .* is computed whole on every rank")
 
 
+@pytest.mark.slow  # CI has it with checkpoints, with micro-batches and with writes in place
 def test_mlps_of_parts_run_on_shards_and_equal_one_process():
     """Without a warning of anything that is computed whole."""
     alone = run_warm(trained, 1, {}, ConvNet)[0]

@@ -84,8 +84,11 @@ def test_what_makes_forking_unsafe_is_named_and_the_job_goes_on(folder, finished
     assert last_line(job.log()) == f"[] True {path} {folder / 'beside'}"
 
 
-@pytest.mark.parametrize(("source", "reason"), FAILING.values(), ids=FAILING)
-def test_a_module_that_cannot_be_imported_is_named(folder, finished, source, reason):
+@pytest.mark.parametrize(
+    "kind", ["a missing one", pytest.param("an exception", marks=pytest.mark.slow), "an exit"]
+)
+def test_a_module_that_cannot_be_imported_is_named(folder, finished, kind):
+    source, reason = FAILING[kind]
     if source is not None:
         script(folder / "beside", source, "wanted.py")
     job = finished(folder, "--preload", "wanted", "beside/program.py")
@@ -105,7 +108,11 @@ def test_a_module_that_crashes_leaves_its_stack(folder, finished):
     assert f'  File "{path}", line 3 in <module>\n' in job.err
 
 
-@pytest.mark.parametrize("words", [("--start-method", "exec"), ("python", "-X", "dev")], ids=str)
+@pytest.mark.parametrize(
+    "words",
+    [("--start-method", "exec"), pytest.param(("python", "-X", "dev"), marks=pytest.mark.slow)],
+    ids=str,
+)
 def test_nothing_is_preloaded_where_nothing_is_forked(folder, finished, words):
     path = script(folder / "beside", WANTED, "wanted.py")
     job = finished(folder, "--preload", "wanted", *words, "beside/program.py")

@@ -11,7 +11,7 @@ import pytest
 pytestmark = pytest.mark.torch
 
 # The nightly run draws others for 8 minutes.
-FIRST_SEED, DRAWS = 1, 25
+FIRST_SEED, DRAWS = 1, 15
 CASES = Path(__file__).with_name("fuzz_cases.txt")
 
 
@@ -50,10 +50,12 @@ def fuzz(*words, timeout):
 
 
 @pytest.mark.timeout(300)
-@pytest.mark.parametrize("first", [0, *(pytest.param(n, marks=pytest.mark.slow) for n in (1, 2))])
+@pytest.mark.parametrize(
+    "first", [0, *(pytest.param(n, marks=pytest.mark.slow) for n in range(1, 6))]
+)
 def test_what_was_found_is_found_no_more(first):
-    """Every third case in CI."""
-    fuzz(*(word for line in kept()[first::3] for word in ("--case", line)), timeout=280)
+    """Every sixth case in CI."""
+    fuzz(*(word for line in kept()[first::6] for word in ("--case", line)), timeout=280)
 
 
 @pytest.mark.timeout(300)

@@ -74,10 +74,9 @@ def expected():
     return run_warm(_whole_curves, 1)[0]
 
 
-# Two stages of the other schedules are in the grid, too.
+# Two stages are in the grid, too.
 ROWS = [pytest.param(schedule, 4) for schedule in SCHEDULES] + [
-    pytest.param(schedule, 2, marks=[pytest.mark.slow] * (schedule != "1f1b"))
-    for schedule in SCHEDULES
+    pytest.param(schedule, 2, marks=pytest.mark.slow) for schedule in SCHEDULES
 ]
 
 

@@ -61,6 +61,14 @@ def quick(values, few):
     ]
 
 
+# Two servers of four workers have every case, below.
+IN_CI = [(1, 2), (3, 1), (3, 2)]
+
+
+def at_night(shapes):
+    return [pytest.param(each, marks=pytest.mark.slow) for each in shapes if each not in IN_CI]
+
+
 def check(name, **words):
     losses, weights = CASES[name]().single(STEPS)
     case = CASES[name]()
@@ -85,7 +93,7 @@ def test_losses_and_weights_are_those_of_one_process(name):
 
 
 @pytest.mark.filterwarnings("ignore:Sparse invariant checks:UserWarning")  # of torch's Adagrad
-@pytest.mark.parametrize("shape", quick(SHAPES, [(3, 2)]))
+@pytest.mark.parametrize("shape", [*quick(IN_CI, [(3, 2)]), *at_night(SHAPES)])
 def test_any_number_of_servers_and_workers(shape):
     servers, workers = shape
 
