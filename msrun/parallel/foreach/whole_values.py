@@ -46,12 +46,18 @@ _GIVEN_MAX = 256
 _CALLS = frozenset(["_call_impl", "_wrapped_call_impl"])
 _MODULE = nn.Module.__call__.__code__.co_filename
 _LIBRARIES = (Path(torch.__file__).parent, Path(__file__).parents[2])
-_UNKNOWN = ("mixed torch.Tensor and DTensor", "does not have a sharding strategy")
-_PROBLEM = "torch computes no plain tensor with a sharded parameter or gradient here"
+_SHARDED = "sharded parameter, gradient or activation"
+# What torch says of a script that computes with sharded tensors -> what it cannot do.
+_PROBLEMS = {
+    "mixed torch.Tensor and DTensor": f"torch computes no plain tensor with a {_SHARDED} here",
+    "does not have a sharding strategy": f"torch has no rule for this operator on a {_SHARDED}",
+    ".numpy() is not supported for tensor subclasses": f"numpy takes no {_SHARDED}",
+}
 _HINT = (
     "call full_tensor() of the sharded ones on all ranks, and write results with "
     "param.copy_(whole) or param.grad.copy_(whole) under torch.no_grad(); make a copy that follows "
-    "the model, such as an average, after rt.shard, or with torch.optim.swa_utils.AveragedModel"
+    "the model, such as an average, after rt.shard, or with torch.optim.swa_utils.AveragedModel; "
+    "compute with what a hook keeps of a sharded layer in the loss function of rt.step"
 )
 _given: list[Tensor] = []
 _written: list[Tensor] = []
@@ -72,8 +78,10 @@ def support_values(part_of: PartOf) -> None:
         def show(
             kind: type[BaseException], error: BaseException, trace: TracebackType | None
         ) -> None:
-            if isinstance(error, RuntimeError) and any(text in str(error) for text in _UNKNOWN):
-                named = ModelError(f"{_line(trace)}{_PROBLEM}", hint=_HINT)
+            said = str(error) if isinstance(error, RuntimeError) else ""
+            problem = next((why for text, why in _PROBLEMS.items() if text in said), None)
+            if problem:
+                named = ModelError(f"{_line(trace)}{problem}", hint=_HINT)
                 record_error(named, is_closer=True)
                 before(type(named), named, trace)
             else:

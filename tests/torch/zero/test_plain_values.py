@@ -235,7 +235,7 @@ def test_what_torch_refuses_is_told_with_its_line():
         assert kind is msrun.ModelError
         assert re.fullmatch(
             r"test_plain_values\.py, line \d+: torch computes no plain tensor with a sharded "
-            "parameter or gradient here",
+            "parameter, gradient or activation here",
             message,
         )
         assert hint.startswith("call full_tensor() of the sharded ones on all ranks")
