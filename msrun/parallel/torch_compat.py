@@ -1626,7 +1626,7 @@ def _element_method(
 
 def replace_element_methods(
     take: Callable[[Any, Tensor], tuple[Tensor, Tensor]],
-    draw: Callable[[Any, Any, tuple[Any, ...], dict[str, Any]], Any],
+    draw: Callable[[Any, tuple[Any, ...], dict[str, Any]], Any],
     number: Callable[[Any, Any], None],
     whole: Callable[[Any], Tensor],
 ) -> bool:
@@ -1637,7 +1637,8 @@ def replace_element_methods(
 
     Args:
         take: Returns what a method gets for a DTensor and a plain tensor.
-        draw: Returns what a function draws that is to look like a DTensor, or to fill it.
+        draw: Returns what a function draws that is to look like a DTensor among its arguments, or
+            to fill the first.
         number: Gets a DTensor and a number, or a tensor of one, that it is written with.
         whole: Returns the whole of a DTensor, which is to be the data of a plain parameter.
 
@@ -1653,11 +1654,11 @@ def replace_element_methods(
     for name in _ELEMENT_METHODS.split():
         setattr(kind, name, _element_method(kind, name, take, number))
     handlers = kind._op_dispatcher._custom_op_handlers  # noqa: SLF001 - there is no public form
-    for operator in _drawing("rand_like randn_like randint_like bernoulli"):
-        handlers[operator] = lambda op, args, kwargs: draw(op, args[0], args[1:], kwargs)
+    for operator in _drawing("rand_like randn_like randint_like bernoulli normal"):
+        handlers[operator] = draw
 
     def fill(op: Any, args: Any, kwargs: Any) -> Any:
-        drawn = draw(op, args[0], args[1:], kwargs)
+        drawn = draw(op, args, kwargs)
         local_tensor(args[0]).copy_(local_tensor(drawn))
         return args[0]
 
@@ -1680,6 +1681,14 @@ def replace_element_methods(
     kind.data = property(data.__get__, write)
     torch.nn.Parameter.data = property(data.__get__, become)  # type: ignore[assignment]
     return True
+
+
+@cache
+def draws_by_values() -> frozenset[Any]:
+    """Return the operators that draw by the values of tensors, such as means."""
+    aten = torch.ops.aten
+    normals = aten.normal.Tensor_float, aten.normal.float_Tensor, aten.normal.Tensor_Tensor
+    return frozenset([aten.bernoulli.default, *normals])
 
 
 def _drawing(names: str) -> Iterator[Any]:

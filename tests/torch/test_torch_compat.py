@@ -47,6 +47,7 @@ from msrun.parallel.torch_compat import (
     compiled_again,
     compiled_whole,
     dispatching,
+    draws_by_values,
     drop_gathered_gradients,
     eagerly,
     empty_wrapper,
@@ -1330,9 +1331,10 @@ def _plain_beside_dtensors():
     def take(like, value):
         return like, placed(value)
 
-    def draw(operator, like, *_):
-        aten = torch.ops.aten
+    def draw(operator, args, _):
+        aten, like = torch.ops.aten, args[0]
         is_normal = operator in (aten.randn_like.default, aten.normal_.default)
+        is_normal |= operator in draws_by_values() - {aten.bernoulli.default}
         return placed(torch.full(like.shape, float(is_normal)))
 
     fills = [torch.Tensor.normal_, torch.Tensor.uniform_, lambda x: x.bernoulli_(0.5)]
@@ -1354,6 +1356,7 @@ def _plain_beside_dtensors():
         tensor.lerp(plain, 0.5),
         torch.randn_like(tensor),
         torch.rand_like(tensor),
+        torch.normal(tensor, 0.5),
     ]
     values = [each.to_local().tolist() for each in found]
     filled = [each(tensor.clone()).to_local().tolist() for each in fills]
@@ -1369,7 +1372,7 @@ def test_methods_of_dtensors_take_plain_tensors():
 
     assert firsts == [True, False]
     drawn = [[1] * 3, [0] * 3]
-    assert values == [[1, 3, 5], [-1, -2, -3], [0.5, 2, 3.5], *drawn, *drawn, [0] * 3]
+    assert values == [[1, 3, 5], [-1, -2, -3], [0.5, 2, 3.5], *drawn, [1] * 3, *drawn, [0] * 3]
     assert written == [[7.0] * 3] * 2
     assert numbers == [(3, 4.0), (3, 4.0)]
 

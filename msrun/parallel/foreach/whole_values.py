@@ -15,6 +15,7 @@ has others.  So is what autograd would differentiate.
 from __future__ import annotations
 
 import contextlib
+import functools
 import sys
 from collections.abc import Callable, Iterator
 from pathlib import Path
@@ -46,13 +47,21 @@ _GIVEN_MAX = 256
 _CALLS = frozenset(["_call_impl", "_wrapped_call_impl"])
 _MODULE = nn.Module.__call__.__code__.co_filename
 _LIBRARIES = (Path(torch.__file__).parent, Path(__file__).parents[2])
-_UNKNOWN = ("mixed torch.Tensor and DTensor", "does not have a sharding strategy")
-_PROBLEM = "torch computes no plain tensor with a sharded parameter or gradient here"
+_SHARDED = "sharded parameter, gradient or activation"
+# What torch says of a script that computes with sharded tensors -> what it cannot do.
+_PROBLEMS = {
+    "mixed torch.Tensor and DTensor": f"torch computes no plain tensor with a {_SHARDED} here",
+    "does not have a sharding strategy": f"torch has no rule for this operator on a {_SHARDED}",
+    ".numpy() is not supported for tensor subclasses": f"numpy takes no {_SHARDED}",
+}
 _HINT = (
     "call full_tensor() of the sharded ones on all ranks, and write results with "
     "param.copy_(whole) or param.grad.copy_(whole) under torch.no_grad(); make a copy that follows "
-    "the model, such as an average, after rt.shard, or with torch.optim.swa_utils.AveragedModel"
+    "the model, such as an average, after rt.shard, or with torch.optim.swa_utils.AveragedModel; "
+    "compute with what a hook keeps of a sharded layer in the loss function of rt.step"
 )
+# Functions of torch.nn.init that are none of each element.
+_WHOLE_FILLS = ("dirac_", "eye_", "orthogonal_", "sparse_", "trunc_normal_")
 _given: list[Tensor] = []
 _written: list[Tensor] = []
 _numbers: list[Tensor] = []
@@ -67,13 +76,17 @@ def support_values(part_of: PartOf) -> None:
     """
     _part_of[:] = [part_of]
     if torch_compat.replace_element_methods(_take, _drawn, _note_number, full_tensor):
+        for name in _WHOLE_FILLS:
+            _fill_whole(name)
         before = sys.excepthook
 
         def show(
             kind: type[BaseException], error: BaseException, trace: TracebackType | None
         ) -> None:
-            if isinstance(error, RuntimeError) and any(text in str(error) for text in _UNKNOWN):
-                named = ModelError(f"{_line(trace)}{_PROBLEM}", hint=_HINT)
+            said = str(error) if isinstance(error, RuntimeError) else ""
+            problem = next((why for text, why in _PROBLEMS.items() if text in said), None)
+            if problem:
+                named = ModelError(f"{_line(trace)}{problem}", hint=_HINT)
                 record_error(named, is_closer=True)
                 before(type(named), named, trace)
             else:
@@ -194,17 +207,45 @@ def _placed(whole: Tensor, like: DTensor) -> DTensor:
     )
 
 
-def _drawn(operator: Any, like: DTensor, args: tuple[Any, ...], kwargs: dict[str, Any]) -> DTensor:
-    """Return this rank's part of what `operator` draws for the whole of `like`."""
-    if operator is torch.ops.aten.bernoulli.default:
-        whole = full_tensor(like)  # of probabilities
-    else:
-        whole = torch.empty(like.shape, dtype=like.dtype, device=local_part(like).device)
-    args = tuple(full_tensor(value) if isinstance(value, Tensor) else value for value in args)
+def _drawn(operator: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> DTensor:
+    """Return this rank's part of what `operator` draws for the whole of its first sharded tensor.
+
+    That one gives its values, as a mean does, or its shape alone.
+    """
+    like = next(value for value in args if isinstance(value, Tensor) and is_sharded(value))
+    given = list(args)
+    if operator not in torch_compat.draws_by_values():
+        given[0] = torch.empty(like.shape, dtype=like.dtype, device=local_part(like).device)
+    given = [full_tensor(value) if isinstance(value, Tensor) else value for value in given]
+    with _as_first(like, kwargs):
+        return _placed(operator(*given, **kwargs), like)
+
+
+def _as_first(like: DTensor, kwargs: dict[str, Any]) -> contextlib.AbstractContextManager[None]:
+    """Draw numbers inside that are the same on all ranks of `like`."""
     has_own = kwargs.get("generator") is not None
     is_alike = has_own or not _is_divided(like) or _is_in_model()
-    with contextlib.nullcontext() if is_alike else _generators_of_first(like):
-        return _placed(operator(whole, *args, **kwargs), like)
+    return contextlib.nullcontext() if is_alike else _generators_of_first(like)
+
+
+def _fill_whole(name: str) -> None:
+    """Have a function of torch.nn.init fill sharded tensors with their parts of what it makes."""
+    plain = getattr(nn.init, name)
+
+    @functools.wraps(plain)
+    def fill(tensor: Tensor, *args: Any, **kwargs: Any) -> Tensor:
+        if not is_sharded(tensor):
+            result: Tensor = plain(tensor, *args, **kwargs)
+            return result
+        own = local_part(tensor)
+        whole = torch.empty(tensor.shape, dtype=tensor.dtype, device=own.device)
+        with _as_first(tensor, kwargs):
+            plain(whole, *args, **kwargs)
+        with torch.no_grad():
+            own.copy_(local_part(_placed(whole, tensor)))
+        return tensor
+
+    setattr(nn.init, name, fill)
 
 
 @contextlib.contextmanager

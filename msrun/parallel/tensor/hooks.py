@@ -131,7 +131,7 @@ def apply(
             module.forward = GridProduct(name, module, plan.product, mesh, out=out, guard=guard)
         hooks = around(_Hooks(name, module, plan, mesh, followed), name, plan)
         module.register_forward_pre_hook(hooks.before, with_kwargs=True)
-        module.register_forward_hook(hooks.after)
+        module.register_forward_hook(hooks.after, prepend=True)
     for name in _with_owners(plans):
         torch_compat.never_compile(model.get_submodule(name), f"parallel.plan divides {name}")
     model.forward = _Guarded(guard, model.forward)

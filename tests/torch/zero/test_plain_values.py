@@ -64,6 +64,18 @@ def initialized_again(network, _):
     gradient.mul_(torch.empty_like(gradient).exponential_())
 
 
+def initialized_whole(network, _):
+    """Begin layers anew, by functions of torch that need the whole of a parameter."""
+    init, weights = torch.nn.init, [network.fc1.weight, network.fc2.weight, network.fc3.weight]
+    init.trunc_normal_(weights[0], std=0.1)
+    init.orthogonal_(weights[1])
+    init.sparse_(weights[2], 0.3)
+    with torch.no_grad():
+        weights[0].add_(init.eye_(torch.empty_like(weights[0])), alpha=0.1)
+        weights[1].copy_(torch.normal(weights[1], 0.1))
+        weights[2].add_(torch.normal(0.0, weights[2].abs() + 0.1))
+
+
 @torch.no_grad()
 def noise_of_weights(network, _):
     for param in network.parameters():
@@ -126,6 +138,7 @@ HABITS = [
     noise_like,
     noise_of_one_process,
     initialized_again,
+    initialized_whole,
     noise_of_weights,
     mask,
     pulled,
@@ -235,7 +248,7 @@ def test_what_torch_refuses_is_told_with_its_line():
         assert kind is msrun.ModelError
         assert re.fullmatch(
             r"test_plain_values\.py, line \d+: torch computes no plain tensor with a sharded "
-            "parameter or gradient here",
+            "parameter, gradient or activation here",
             message,
         )
         assert hint.startswith("call full_tensor() of the sharded ones on all ranks")
