@@ -272,7 +272,7 @@ class _Advisor:
             "half as much traffic again": one.zero == SHARDED_PARAMETERS,
             "blocks compute their forward twice": one.recompute,
             f"{one.accumulate} smaller passes a step": one.accumulate > 1,
-            "tokens travel to their experts and back": one.ep > 1,
+            f"tokens travel to their experts and back{self._beside(one)}": one.ep > 1,
             "ranks exchange tokens in each attention": one.cp > 1,
             "ranks wait for each other in each block": one.tp > 1,
             "ranks wait for each other in each product": one.whole in GRIDS,
@@ -289,6 +289,12 @@ class _Advisor:
                 f"{hidden:.0%} of the time saved"
             )
         return ", ".join(found) or "none"
+
+    def _beside(self, one: Technique) -> str:
+        """Return what computes while tokens travel."""
+        is_routed = one.ep > 1 and one.pp == 1
+        share = self._estimator.beside(one, self._request.topology) if is_routed else 0.0
+        return f", {share:.0%} of the time beside the work on others" if share else ""
 
 
 def _notes(one: Technique) -> list[str]:

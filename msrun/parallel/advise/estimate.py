@@ -52,7 +52,8 @@ from msrun.parallel.host import activations
 from msrun.parallel.layers.recompute import find
 from msrun.parallel.notation.mesh_layout import EXPERT_AXIS, MeshLayout
 from msrun.parallel.search.alternatives.one_rank import Alternative
-from msrun.parallel.search.cost.topology import Topology
+from msrun.parallel.search.cost.topology import Topology, Wire
+from msrun.parallel.search.modules.seconds import ExpertExchange, of_experts
 from msrun.parallel.settings.host import Offload
 from msrun.parallel.settings.plan_rules import PlanRule
 from msrun.parallel.tensor.describe import describe_modules
@@ -163,6 +164,25 @@ class Estimator:
         """Return the bytes that travel to the host and back in a step of what `on_host` has."""
         peaks = self.peaks(one)
         return to_host(one, self.sizes(one), peaks, self._world)
+
+    def exchange(self, one: Technique, wire: Wire, topology: Topology) -> ExpertExchange:
+        """Return the seconds of tokens on their way to experts and back in a pass.
+
+        Args:
+            one: A technique with experts on ranks.
+            wire: Of their axis.
+            topology: What it runs on.
+        """
+        calls = self.peaks(one).calls
+        if min(self.experts.values()) == one.ep:  # one expert has no second piece
+            calls = tuple(call._replace(is_in_pieces=False) for call in calls)
+        return of_experts(calls, len(self.experts), wire, topology)
+
+    def beside(self, one: Technique, topology: Topology) -> float:
+        """Return the share of the time of tokens on their way in which experts compute."""
+        sizes = (self._world // (one.ep * one.tp), one.ep, one.tp)
+        seconds, hidden = self.exchange(one, topology.wires(sizes)[1], topology)
+        return hidden / (seconds + hidden)
 
     def hidden(self, one: Technique, topology: Topology) -> float:
         """Return the share of the time of a step that copies of divided operators save at most."""

@@ -47,7 +47,6 @@ from msrun.parallel.search.modules.seconds import (
     Parameters,
     computation,
     of_attention,
-    of_experts,
     of_parameters,
 )
 from msrun.parallel.search.plan.plan import SavedPlan
@@ -352,8 +351,7 @@ class _Comparison:
             if one.is_combined:  # a recomputation calls them again
                 calls = [*self._estimator.combined(one)[0].attention][: len(calls)]
             return of_attention(calls, one.kind, wire)
-        routed = self._estimator.peaks(one).routed
-        return one.accumulate * of_experts(routed, len(self._estimator.experts), wire)
+        return one.accumulate * self._estimator.exchange(one, wire, self._job.topology).seconds
 
     def _tried(self, found: _Priced) -> SharedModules | None:
         """Return the plan of a technique if it runs and fits, and note what it takes."""

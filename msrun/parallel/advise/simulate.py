@@ -14,6 +14,7 @@ from __future__ import annotations
 
 import contextlib
 import copy
+import math
 import weakref
 from collections.abc import Iterator, Mapping, Sequence
 from typing import Any, NamedTuple, Protocol
@@ -24,8 +25,10 @@ from torch import Tensor, nn
 from msrun.errors import ModelError
 from msrun.parallel.advise.host_memory import OnHost
 from msrun.parallel.auto.tracing.structure import leaf_tensors, mapped
+from msrun.parallel.experts.dispatch import PIECES_FROM
 from msrun.parallel.layers import recompute
 from msrun.parallel.local import local_part
+from msrun.parallel.search.modules.seconds import RoutedCall
 from msrun.parallel.sharded_model import Context
 from msrun.parallel.torch_compat import dispatching, fake_mode, fake_tensors, without_functions
 
@@ -43,7 +46,7 @@ class Peaks(NamedTuple):
         normed: Bytes that batch norms read; the runtime's own, over all ranks, save them again.
         sent: Bytes that a rank sends in the collectives of one pass.
         parts: Parameter -> the share of it that a rank has, where that is not all.
-        routed: Bytes of the tokens that go to experts, each as often as it has experts.
+        calls: Of experts.
         moved: Bytes that travel to the host and back.
     """
 
@@ -52,8 +55,13 @@ class Peaks(NamedTuple):
     normed: int = 0
     sent: float = 0.0
     parts: Mapping[str, float] = {}
-    routed: int = 0
+    calls: tuple[RoutedCall, ...] = ()
     moved: int = 0
+
+    @property
+    def routed(self) -> int:
+        """Bytes of the tokens that go to experts, each as often as it has experts."""
+        return int(sum(call.nbytes for call in self.calls))
 
 
 class Division(Protocol):
@@ -253,34 +261,45 @@ def simulate(
     parts = {name: _share(param, sizes.get(name, 0)) for name, param in net.named_parameters()}
     parts = {name: share for name, share in parts.items() if share < 1}
     found = Peaks(live.peak, live.peak_without, sum(normed), live.sent, parts)
-    return found._replace(routed=sum(tokens), moved=traffic.nbytes)
+    return found._replace(calls=tuple(tokens), moved=traffic.nbytes)
 
 
-def _counted_tokens(net: nn.Module, routed: Sequence[str]) -> list[int]:
-    """Return a list that gets the bytes of tokens of each call of experts."""
-    tokens: list[int] = []
+def _counted_tokens(net: nn.Module, routed: Sequence[str]) -> list[RoutedCall]:
+    """Return a list that gets each call of experts."""
+    tokens: list[RoutedCall] = []
     for name in routed:
         experts = net.get_submodule(name)
         is_list = isinstance(experts, nn.ModuleList | nn.ModuleDict)
         count = _rows if is_list else _routed
         for part in experts.children() if is_list else [experts]:
             part.register_forward_pre_hook(
-                lambda _, args, kwargs, count=count: tokens.append(count(*args, *kwargs.values())),
+                lambda part, args, kwargs, count=count: tokens.append(
+                    count(part, *args, *kwargs.values())
+                ),
                 with_kwargs=True,
             )
     return tokens
 
 
-def _rows(*given: Any) -> int:
-    """Return the bytes that one expert of a list is called with."""
-    return sum(x.nbytes for x in given if isinstance(x, Tensor))
+def _rows(_: nn.Module, /, *given: Any) -> RoutedCall:
+    """Return the call of one expert of a list."""
+    return RoutedCall(sum(x.nbytes for x in given if isinstance(x, Tensor)))
 
 
-def _routed(*given: Any) -> int:
-    """Return the bytes of tokens for experts: (tokens, width), and (tokens, experts of each)."""
+def _routed(experts: nn.Module, /, *given: Any) -> RoutedCall:
+    """Return the call of experts with (tokens, width), and (tokens, experts of each)."""
     tensors = [x for x in given if isinstance(x, Tensor) and x.dim() > 1]
     choices = [x.shape[-1] for x in tensors if not x.is_floating_point()]
-    return tensors[0].nbytes * choices[0] if tensors and choices else 0
+    if not tensors or not choices:
+        return RoutedCall(0)
+    # A weight of an expert meets each of its tokens once, in a product and a sum.
+    of_token = 2 * sum(math.prod(param.shape[1:]) for param in experts.parameters())
+    nbytes = tensors[0].nbytes * choices[0]
+    return RoutedCall(
+        nbytes,
+        len(tensors[0]) * choices[0] * of_token,
+        is_in_pieces=nbytes >= PIECES_FROM,
+    )
 
 
 def _give_shapes(net: nn.Module) -> None:

@@ -6,12 +6,14 @@ arrived; a copy of all would cost the memory that the division saves.
 A convolution is linear in its input.  So large parts are not joined with what is around them: own
 rows are convolved with zeros in place of the others, while these are on their way, and a small
 convolution computes what the others add to few rows of the output.  The gradients of the input and
-of the weights are such sums too.
+of the weights are such sums too.  With two such dims, the rows of others along the second have
+those along the first around them, so the corners are in these few rows.
 """
 
 from __future__ import annotations
 
 from collections.abc import Sequence
+from functools import partial
 from typing import Any, NamedTuple
 
 import torch
@@ -20,10 +22,11 @@ from torch.autograd import Function
 from torch.nn import functional
 
 from msrun.parallel.autocast.casts import wide
-from msrun.parallel.images.rows import RowMove, begin_to_return
+from msrun.parallel.images.rows import add_rows, begin_to_return
 from msrun.parallel.images.windows import (
     Arrived,
     Reach,
+    Strips,
     again,
     begin_to_arrive,
     begin_to_draw_in,
@@ -35,6 +38,9 @@ from msrun.parallel.notation.image_parts import HaloWindows, Split
 # Numbers of a part for each of the weights from which on two convolutions are faster than copies:
 # measured on a CPU, with 21 by 16 %, and not with 3.
 _LARGE = 4
+# Divided dims in which own rows are convolved alone.
+_PARTED_MAX = 2
+_Parted = tuple[Reach, Split]
 
 
 class Options(NamedTuple):
@@ -97,13 +103,18 @@ def convolve(
     # A small convolution reads about all weights, for which a copy of a small part takes less time.
     # Narrow numbers are joined too: a sum of rounded ones would be rounded more often than alone.
     is_large = x.numel() > _LARGE * weight.numel() and x.dtype == wide(x)
-    parted = reaches[-1].split() if reaches and is_large else None
-    if parted is None:
+    parted: list[_Parted] = []
+    for one in reversed(reaches if is_large else ()):
+        cut = one.split()
+        if cut is None or len(parted) == _PARTED_MAX:
+            break
+        parted.insert(0, (one, cut))
+    if not parted:
         found = _Convolve.apply(x, weight, bias, reaches, options)  # type: ignore[no-untyped-call]
     else:
-        *others, last = reaches
+        others = reaches[: len(reaches) - len(parted)]
         found = _ConvolveParted.apply(  # type: ignore[no-untyped-call]
-            x, weight, bias, others, (last.move, parted), options
+            x, weight, bias, others, parted, options
         )
     result: Tensor = found
     return result
@@ -148,7 +159,10 @@ class _Convolve(Function):
 
 
 class _ConvolveParted(Function):
-    """Adds up what own rows and those of others give in the last divided dim."""
+    """Adds up what own rows and those of others give in the last divided dim, or the last two.
+
+    Rows of others in the last dim are strips that have those of the dim before around them.
+    """
 
     @staticmethod
     def forward(  # noqa: PLR0917 - as of autograd
@@ -157,47 +171,62 @@ class _ConvolveParted(Function):
         weight: Tensor,
         bias: Tensor | None,
         reaches: Sequence[Reach],
-        last: tuple[RowMove, Split],
+        parted: Sequence[_Parted],
         options: Options,
     ) -> Tensor:
-        move, parted = last
-        found = extended(x, reaches)
-        pending = begin_to_arrive(found.x, move)
-        out = options.padded(move.dim, parted.padding).convolution(found.x, weight, bias)
-        arrived = pending()
-        for border, parts in _borders(parted, arrived):
-            rows, kernels = _read(border, parts, move.dim), _kernels(border, weight, move.dim)
-            _of(border, out, move.dim).add_(options.convolution(rows, kernels, None))
-        _keep(ctx, (x, weight, bias), [*found.arrived, arrived])
-        ctx.reaches, ctx.last, ctx.options = reaches, last, options
+        joined = extended(x, reaches)
+        x_all = joined.x
+        (first, cut), *rest = parted
+        pending = begin_to_arrive(x_all, first.move)
+        out = _padded(options, parted).convolution(x_all, weight, bias)
+        arrived = [pending()]
+        later = None
+        if rest:
+            strips, move = Strips(x_all, first, arrived[0]), rest[0][0].move
+            later = begin_to_arrive(strips.like(), move, partial(strips.cut, move))
+        _add_borders(out, (first, cut), arrived[0], weight, _padded(options, rest))
+        if later:
+            arrived.append(later())
+            _add_borders(out, rest[0], arrived[1], weight, options)
+        _keep(ctx, (x, weight, bias), [*joined.arrived, *arrived])
+        ctx.reaches, ctx.parted, ctx.options = reaches, parted, options
         return out
 
     @staticmethod
     @torch.autograd.function.once_differentiable
     def backward(ctx: Any, gradient: Tensor) -> tuple[Tensor | None, ...]:
-        (x, weight, bias), (*others, arrived) = _kept(ctx)
-        (move, parted), options = ctx.last, ctx.options
+        (x, weight, bias), arrived = _kept(ctx)
+        parted, options = ctx.parted, ctx.options
         needs_x, needs_weight, needs_bias = ctx.needs_input_grad[:3]
-        away, of_kernels = [], []
-        for border, parts in _borders(parted, arrived):
-            rows, kernels = _read(border, parts, move.dim), _kernels(border, weight, move.dim)
-            part, needs = _of(border, gradient, move.dim), [needs_x, needs_weight, False]
-            of_rows, of_kernel, _ = options.gradients(part, rows, kernels, needs)
-            of_kernels.append((border, of_kernel))
-            if of_rows is not None:
-                of_parts = _resized(of_rows, move.dim, -border.before, -border.after)
-                away += of_parts.split([one.size(move.dim) for one in parts], move.dim)
+        others, arrived = arrived[: len(ctx.reaches)], arrived[len(ctx.reaches) :]
         x = again(x, ctx.reaches, others)
-        pending = begin_to_return(away, move, x) if needs_x and not move.is_still else None
+        needs = [needs_x, needs_weight, False]
+        (first, _), *rest = parted
+        strips = Strips(x, first, arrived[0])
+        of_kernels, returned = [], None
+        for one, came in zip(rest, arrived[1:], strict=True):
+            away, found = _of_borders(gradient, one, came, weight, (options, needs))
+            of_kernels += found
+            if needs_x and not one[0].move.is_still:
+                returned = begin_to_return(away, one[0].move, strips.like())
+        away, found = _of_borders(
+            gradient, parted[0], arrived[0], weight, (_padded(options, rest), needs)
+        )
+        of_kernels += found
+        is_sent = needs_x and not first.move.is_still
+        pending = begin_to_return(away, first.move, x) if is_sent and not rest else None
         # All the rest is computed while rows are on their way back.
-        options = options.padded(move.dim, parted.padding)
         needs = [needs_x, needs_weight, bool(needs_bias and bias is not None)]
-        of_x, of_weight, of_bias = options.gradients(gradient, x, weight, needs)
-        for border, of_kernel in of_kernels:
-            if of_weight is not None:
-                _kernels(border, of_weight, move.dim).add_(of_kernel)
-        if pending:
-            pending(of_x)
+        own = _padded(options, parted)
+        of_x, of_weight, of_bias = own.gradients(gradient, x, weight, needs)
+        for border, dim, of_kernel in of_kernels:
+            if of_weight is not None and of_kernel is not None:
+                _kernels(border, of_weight, dim).add_(of_kernel)
+        if returned:
+            strips.add(of_x, away, rest[0][0].move, returned())
+        if is_sent:
+            pending = pending or begin_to_return(away, first.move, x)
+            add_rows(of_x, first.move, pending())
         return (
             None if of_x is None else drawn_in(of_x, ctx.reaches),
             of_weight,
@@ -206,6 +235,46 @@ class _ConvolveParted(Function):
             None,
             None,
         )
+
+
+def _padded(options: Options, parted: Sequence[_Parted]) -> Options:
+    """Return the options with zeros in place of rows of others."""
+    for one, cut in parted:
+        options = options.padded(one.move.dim, cut.padding)
+    return options
+
+
+def _add_borders(
+    out: Tensor, parted: _Parted, arrived: Arrived, weight: Tensor, options: Options
+) -> None:
+    """Add to an output what rows of others give."""
+    one, cut = parted
+    dim = one.move.dim
+    for border, parts in _borders(cut, arrived):
+        rows, kernels = _read(border, parts, dim), _kernels(border, weight, dim)
+        _of(border, out, dim).add_(options.convolution(rows, kernels, None))
+
+
+def _of_borders(
+    gradient: Tensor,
+    parted: _Parted,
+    arrived: Arrived,
+    weight: Tensor,
+    how: tuple[Options, list[bool]],
+) -> tuple[list[Tensor], list[tuple[HaloWindows, int, Tensor | None]]]:
+    """Return the gradients of the rows of others, and those of the weights that read them."""
+    (one, cut), (options, needs) = parted, how
+    dim = one.move.dim
+    away: list[Tensor] = []
+    of_kernels = []
+    for border, parts in _borders(cut, arrived):
+        rows, kernels = _read(border, parts, dim), _kernels(border, weight, dim)
+        of_rows, of_kernel, _ = options.gradients(_of(border, gradient, dim), rows, kernels, needs)
+        of_kernels.append((border, dim, of_kernel))
+        if of_rows is not None:
+            of_parts = _resized(of_rows, dim, -border.before, -border.after)
+            away += of_parts.split([part.size(dim) for part in parts], dim)
+    return away, of_kernels
 
 
 def _keep(ctx: Any, factors: tuple[Tensor | None, ...], arrived: Sequence[Arrived]) -> None:

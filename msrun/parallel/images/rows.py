@@ -8,7 +8,7 @@ can save its result.  The gradient of a row that was received goes back to the r
 from __future__ import annotations
 
 import math
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from typing import Any, NamedTuple
 
 import torch
@@ -118,12 +118,22 @@ def received(x: Tensor, move: RowMove) -> list[Tensor]:
     return begin_to_receive(x, move)()
 
 
-def begin_to_receive(x: Tensor, move: RowMove) -> Callable[[], list[Tensor]]:
-    """Start `received`, and return what waits for it and returns its result."""
+def begin_to_receive(
+    x: Tensor, move: RowMove, cut: Callable[[RowPiece], Tensor] | None = None
+) -> Callable[[], list[Tensor]]:
+    """Start `received`, and return what waits for it and returns its result.
+
+    Args:
+        x: This rank's rows.
+        move: How they move.
+        cut: Returns rows of this rank that are sent; None takes them from `x`, of which otherwise
+            the shape alone counts.
+    """
     ranks = range(len(move.have))
     sent = [_lengths(move.from_others(rank, move.rank)) for rank in ranks]
     got = [_lengths(move.from_others(move.rank, rank)) for rank in ranks]
-    parts = [_rows(x, move, piece) for rank in ranks for piece in move.from_others(rank, move.rank)]
+    away = [piece for rank in ranks for piece in move.from_others(rank, move.rank)]
+    parts = [cut(piece) if cut else _rows(x, move, piece) for piece in away]
     rows_sent, rows_got = map(sum, sent), map(sum, got)
     arrived = _begin_exchange(x, move, parts, [*rows_sent], [*rows_got])
 
@@ -155,7 +165,7 @@ def begin_to_send_back(gradient: Tensor, move: RowMove) -> Callable[[], Tensor]:
             own.append((piece, part))
         else:
             others.append(part)
-    add_returned = begin_to_return(others, move, gradient)
+    returned = begin_to_return(others, move, gradient)
     first, end = move.have[move.rank]
 
     def finish() -> Tensor:
@@ -167,7 +177,7 @@ def begin_to_send_back(gradient: Tensor, move: RowMove) -> Callable[[], Tensor]:
             total = gradient.new_zeros(shape)
             for piece, part in own:
                 _rows(total, move, piece).add_(part)
-        add_returned(total)
+        add_rows(total, move, returned())
         return total
 
     return finish
@@ -175,10 +185,10 @@ def begin_to_send_back(gradient: Tensor, move: RowMove) -> Callable[[], Tensor]:
 
 def begin_to_return(
     gradients: Sequence[Tensor], move: RowMove, like: Tensor
-) -> Callable[[Tensor], None]:
+) -> Callable[[], list[tuple[RowPiece, Tensor]]]:
     """Start to send gradients of the rows that this rank got from others to where they are from.
 
-    What is returned waits, and adds what arrives to the gradient of the rows that this rank has.
+    What is returned waits, and returns gradients of rows that this rank has.
 
     Args:
         gradients: Of the pieces from other ranks, in order.
@@ -195,13 +205,20 @@ def begin_to_return(
     parts = [part for of_rank in away for part in of_rank]
     arrived = _begin_exchange(like, move, parts, sizes, [sum(_lengths(p)) for p in back])
 
-    def add_returned(total: Tensor) -> None:
-        for found, flat in zip(back, arrived(), strict=True):
-            returned = _unpacked(total, move.dim, flat, _lengths(found))
-            for piece, part in zip(found, returned, strict=True):
-                _rows(total, move, piece).add_(part)
+    def finish() -> list[tuple[RowPiece, Tensor]]:
+        return [
+            pair
+            for found, flat in zip(back, arrived(), strict=True)
+            for pair in zip(found, _unpacked(like, move.dim, flat, _lengths(found)), strict=True)
+        ]
 
-    return add_returned
+    return finish
+
+
+def add_rows(total: Tensor, move: RowMove, found: Iterable[tuple[RowPiece, Tensor]]) -> None:
+    """Add to rows of `total`, which has those of this rank."""
+    for piece, part in found:
+        _rows(total, move, piece).add_(part)
 
 
 def _rows(x: Tensor, move: RowMove, piece: RowPiece) -> Tensor:
@@ -216,7 +233,7 @@ def _begin_exchange(
 
     `sent` and `got` count rows by rank.
     """
-    row = math.prod(size for dim, size in enumerate(x.shape) if dim != move.dim)
+    row = _row(x, move.dim)
     flat = torch.cat([x.new_empty(0), *(part.reshape(-1) for part in parts)])
     sizes = [rows * row for rows in got]
     arrived = begin_collective(
@@ -228,12 +245,17 @@ def _begin_exchange(
 def _unpacked(x: Tensor, dim: int, flat: Tensor, sizes: list[int]) -> list[Tensor]:
     """Return rows that were sent one after the other, with so many of them in each piece."""
     shape = list(x.shape)
-    row = x.numel() // x.size(dim) if x.size(dim) else 0
+    row = _row(x, dim)
     found = []
     for size, part in zip(sizes, flat.split([size * row for size in sizes]), strict=True):
         shape[dim] = size
         found.append(part.view(shape))
     return found
+
+
+def _row(x: Tensor, dim: int) -> int:
+    """Return the numbers of one row; of a tensor without rows, too."""
+    return math.prod(size for at, size in enumerate(x.shape) if at != dim)
 
 
 def _lengths(found: Sequence[RowPiece]) -> list[int]:

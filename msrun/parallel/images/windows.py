@@ -6,7 +6,7 @@ input rows its windows read: its own, some of other ranks, and padding at the bo
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from typing import Any, NamedTuple
 
 import torch
@@ -15,7 +15,7 @@ from torch.autograd import Function
 
 from msrun.parallel.images.image_tensor import ImageTensor
 from msrun.parallel.images.rows import RowMove, begin_to_receive, begin_to_send_back
-from msrun.parallel.notation.image_parts import Span, Split, Window, pieces, split
+from msrun.parallel.notation.image_parts import RowPiece, Span, Split, Window, pieces, split
 
 # Rows of other ranks along one dim: the pieces before a part, and after it.
 Arrived = tuple[list[Tensor], list[Tensor]]
@@ -82,11 +82,19 @@ def extended(x: Tensor, reaches: Sequence[Reach], value: float = 0.0) -> Extende
     return Extended(x, arrived)
 
 
-def begin_to_arrive(x: Tensor, move: RowMove) -> Callable[[], Arrived]:
-    """Start an exchange of rows, and return what waits for it and returns those of others."""
+def begin_to_arrive(
+    x: Tensor, move: RowMove, cut: Callable[[RowPiece], Tensor] | None = None
+) -> Callable[[], Arrived]:
+    """Start an exchange of rows, and return what waits for it and returns those of others.
+
+    Args:
+        x: A part.
+        move: Of its rows.
+        cut: As of `begin_to_receive`.
+    """
     if move.is_still:
         return lambda: ([], [])
-    pending = begin_to_receive(x, move)
+    pending = begin_to_receive(x, move, cut)
     own = [at for at, piece in enumerate(move.own) if piece.source == move.rank]
 
     def finish() -> Arrived:
@@ -95,6 +103,68 @@ def begin_to_arrive(x: Tensor, move: RowMove) -> Callable[[], Arrived]:
         return parts[:at], parts[at + 1 :]
 
     return finish
+
+
+class Strips(NamedTuple):
+    """A part with the rows around it along one dim, of which only strips are joined.
+
+    Args:
+        x: The part.
+        one: What windows read along the dim.
+        arrived: Rows of other ranks.
+    """
+
+    x: Tensor
+    one: Reach
+    arrived: Arrived
+
+    def like(self) -> Tensor:
+        """Return a tensor of the shape of all, in no memory."""
+        shape = list(self.x.shape)
+        shape[self.one.move.dim] = sum(self._lengths())
+        return self.x.new_empty(1).expand(shape)
+
+    def cut(self, move: RowMove, piece: RowPiece) -> Tensor:
+        """Return rows along another dim, joined."""
+        at = (move.dim, piece.first - move.first, piece.end - piece.first)
+        before, after = ([part.narrow(*at) for part in side] for side in self.arrived)
+        return _joined(self.x.narrow(*at), self.one, (before, after), 0.0)
+
+    def add(
+        self,
+        total: Tensor,
+        others: Sequence[Tensor],
+        move: RowMove,
+        found: Iterable[tuple[RowPiece, Tensor]],
+    ) -> None:
+        """Add gradients of strips to those of the part and of the rows of other ranks.
+
+        Args:
+            total: Of the part.
+            others: Of the rows, in their order.
+            move: Along the dim in which strips were cut.
+            found: Of strips.
+        """
+        dim, (first, count) = self.one.move.dim, self._own()
+        before = len(self.arrived[0])
+        own = total.narrow(dim, first, count)
+        targets = [*others[:before], own, *others[before:]]
+        for piece, gradient in found:
+            _, *parts, _ = gradient.split(self._lengths(), dim)
+            at = (move.dim, piece.first - move.first, piece.end - piece.first)
+            for target, part in zip(targets, parts, strict=True):
+                target.narrow(*at).add_(part)
+
+    def _own(self) -> tuple[int, int]:
+        """Return the first own row that windows read, and how many they read."""
+        move = self.one.move
+        own = [piece for piece in move.own if piece.source == move.rank]
+        return (own[0].first - move.first, own[0].end - own[0].first) if own else (0, 0)
+
+    def _lengths(self) -> list[int]:
+        """Return the rows of padding, others, this rank, others, and padding."""
+        before, after = ([part.size(self.one.move.dim) for part in side] for side in self.arrived)
+        return [self.one.before, *before, self._own()[1], *after, self.one.after]
 
 
 def again(x: Tensor, reaches: Sequence[Reach], arrived: Sequence[Arrived]) -> Tensor:

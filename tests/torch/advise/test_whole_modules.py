@@ -16,12 +16,16 @@ from whole_models import MODELS, batch
 
 import msrun
 from msrun.errors import UsageError
+from msrun.parallel.advise.advise import AdviceRequest, advise_model
 from msrun.parallel.advise.estimate import Estimator
 from msrun.parallel.advise.module_search import search_model
 from msrun.parallel.advise.techniques import Technique
 from msrun.parallel.auto.left_out import MISSING
 from msrun.parallel.auto.offline.search import SearchRequest
+from msrun.parallel.search.cost.cost import collective
+from msrun.parallel.search.cost.redistribution import MoveKind
 from msrun.parallel.search.cost.topology import preset
+from msrun.parallel.search.modules.seconds import RoutedCall
 from msrun.parallel.torch_compat import as_plain_tensors
 
 pytestmark = [pytest.mark.torch, pytest.mark.own_process]
@@ -60,6 +64,50 @@ def test_experts_larger_than_a_rank_get_ranks_of_their_own(tmp_path):
     assert plan.runs_on == "ep 4"
     assert plan.rejected[0].startswith("plan of operators on dp 4: ")
     assert plan.rejected[-1] == "cp: not for this model, no sequences of 1024 tokens or more"
+
+
+@pytest.mark.parametrize(
+    ("tokens", "ranks", "is_in_pieces"), [(1024, 2, True), (512, 2, False), (2048, 8, False)]
+)
+def test_tokens_in_two_pieces_are_priced_beside_the_work_of_experts(tokens, ranks, is_in_pieces):
+    with torch.device("meta"):
+        net = MODELS["mixture"]()
+    sample = [x.to("meta") for x in batch(16 * ranks, tokens)]
+    estimator = Estimator(net, sample, batch=16 * ranks, world=ranks, states=2, is_host=True)
+    one, topology = Technique(ep=ranks), preset("cpu")
+    pairs = 2 * 16 * tokens
+    call = RoutedCall(pairs * 64 * 4, pairs * 2 * 2 * 4 * 64 * 64, is_in_pieces=tokens > 512)
+    assert estimator.peaks(one).calls == (call,) * 3
+
+    (wire,) = topology.wires((ranks,))
+    seconds, hidden = estimator.exchange(one, wire, topology)
+    start, rate = collective(MoveKind.MOVE, wire)
+    way = rate * ranks * call.nbytes
+    computed = call.flops / topology.flops
+    assert hidden == pytest.approx(is_in_pieces * 3 * (min(way, computed) + min(way, 2 * computed)))
+    starts = 3 * (9 if is_in_pieces else 5) * start
+    assert seconds == pytest.approx(12 * way + starts - hidden)
+    assert estimator.beside(one, topology) == pytest.approx(hidden / (seconds + hidden))
+
+
+def test_advice_says_what_computes_beside_tokens_on_their_way():
+    with torch.device("meta"):
+        net = MODELS["mixture"]()
+    asked = AdviceRequest(
+        target="",
+        world=2,
+        memory=2**20,
+        batch=None,
+        optimizer="adam",
+        topology=preset("cpu"),
+    )
+    said = []
+    for tokens in (512, 1024):
+        sample = [x.to("meta") for x in batch(16, tokens)]
+        rows = advise_model(net, sample, 16, asked).rows
+        said.append(next(row.cost for row in rows if row.name == "ep 2"))
+    assert said[0] == "tokens travel to their experts and back"
+    assert re.fullmatch(rf"{said[0]}, \d\d% of the time beside the work on others", said[1])
 
 
 @pytest.mark.parametrize(("case", "kind"), [(TEXT, "all_to_all"), (ODD, "ring")])

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import pytest
+from msgspec import structs
 
 from msrun.parallel.search.cost.topology import preset
 from msrun.parallel.search.graph.program import Program, Step, Value
@@ -13,7 +14,7 @@ from msrun.parallel.search.modules.attention import (
     AttentionCall,
     attention_calls,
 )
-from msrun.parallel.search.modules.seconds import of_experts
+from msrun.parallel.search.modules.seconds import RoutedCall, of_experts
 
 MIB = 2.0**20
 
@@ -76,7 +77,54 @@ def test_calls_of_attention_are_those_of_the_program():
     assert [*attention_calls(program, 4)] == [call(8, 2, 2 * 64 * 16 * 4 / 4, is_causal=True)]
 
 
+def routed(nbytes, flops=0.0, *, is_in_pieces=False, modules=1):
+    """Return the exchange of a call on four ranks, without the time to start collectives."""
+    topology = preset("a100")
+    (wire,) = topology.wires((4,))
+    calls = [RoutedCall(nbytes, flops, is_in_pieces=is_in_pieces)]
+    return of_experts(calls, modules, structs.replace(wire, start=0.0, hop=0.0), topology)
+
+
 def test_tokens_of_experts_travel_four_times_at_the_rate_of_the_links():
     (wire,) = preset("a100").wires((4,))
-    more = of_experts(2 * MIB, 3, wire) - of_experts(MIB, 3, wire)
+    more = routed(2 * MIB).seconds - routed(MIB).seconds
     assert more == pytest.approx(4 * MIB * 3 / 4 / wire.bandwidth)
+    assert routed(MIB, 1e15).hidden == 0.0
+
+
+def forward_of_two_pieces(way, computed):
+    """Return the seconds until the results of two pieces are back, one event after the other."""
+    link = device = 0.0
+    arrived, done = [], []
+    for _ in range(2):
+        link += way / 2
+        arrived.append(link)
+    for at in arrived:
+        device = max(device, at) + computed / 2
+        done.append(device)
+    for at in done:
+        link = max(link, at) + way / 2
+    return link
+
+
+@pytest.mark.parametrize("ratio", [0.1, 0.5, 1.0, 3.0])
+def test_one_of_two_pieces_travels_beside_the_work_on_the_other(ratio):
+    topology = preset("a100")
+    way = routed(MIB).seconds / 4
+    flops = ratio * way * topology.flops * topology.efficiency
+    seconds, hidden = routed(MIB, flops, is_in_pieces=True)
+
+    computed = ratio * way
+    forward = forward_of_two_pieces(way, computed) - computed
+    backward = forward_of_two_pieces(way, 2 * computed) - 2 * computed
+    assert seconds == pytest.approx(forward + backward)
+    assert seconds + hidden == pytest.approx(4 * way)
+
+
+def test_each_piece_starts_collectives_of_its_own():
+    topology = preset("a100")
+    (wire,) = topology.wires((4,))
+    start = wire.start + 3 * wire.hop / 2
+    for is_in_pieces, number in ((False, 5), (True, 9)):
+        calls = [RoutedCall(0.0, 0.0, is_in_pieces=is_in_pieces)]
+        assert of_experts(calls, 3, wire, topology).seconds == pytest.approx(3 * number * start)

@@ -6,13 +6,14 @@
 - Gradients are reduced over all ranks, those of experts over the ranks that have the same.  With
   ZeRO they are scattered, and parameters gathered, unit by unit.
 - Tokens travel to experts and back by one all-to-all each, forward and backward, after one that
-  says how many there are.
+  says how many there are.  Many tokens travel in two pieces, one beside the work on the other.
 """
 
 from __future__ import annotations
 
 import math
-from collections.abc import Iterable
+from collections.abc import Iterable, Sequence
+from typing import NamedTuple
 
 import msgspec
 
@@ -24,8 +25,8 @@ from msrun.parallel.search.modules.attention import AttentionCall
 from msrun.parallel.search.solve.modes import search
 from msrun.parallel.search.solve.problem import Setting
 
-# Tokens to the experts and back, forward and backward, and their numbers.
-_EXPERT_CALLS = 5
+# Tokens to the experts and back, forward and backward.
+_EXPERT_CALLS = 4
 _BUCKET = 25 * 2**20
 
 
@@ -95,16 +96,60 @@ def of_parameters(
     return update, sent * (1 - topology.overlap)
 
 
-def of_experts(routed: float, calls: int, wire: Wire) -> float:
-    """Return the seconds of tokens on their way.
+class RoutedCall(NamedTuple):
+    """A call of experts on the tokens of one rank.
 
     Args:
-        routed: Bytes of the tokens of a rank, each as often as it has experts, in all modules.
-        calls: Modules of experts.
+        nbytes: Of the tokens, each as often as it has experts.
+        flops: Of the products of its forward on as many tokens.
+        is_in_pieces: Whether they travel in two pieces.
+    """
+
+    nbytes: float
+    flops: float = 0.0
+    is_in_pieces: bool = False
+
+
+class ExpertExchange(NamedTuple):
+    """What tokens on their way to experts and back take in a pass.
+
+    Args:
+        seconds: Of which nothing computes beside them.
+        hidden: Seconds in which experts compute beside them.
+    """
+
+    seconds: float
+    hidden: float
+
+
+def of_experts(
+    calls: Sequence[RoutedCall], modules: int, wire: Wire, topology: Topology
+) -> ExpertExchange:
+    """Return the seconds of tokens on their way.
+
+    With two equal pieces, each of which takes t / 2 on its way and c / 2 to compute, the second
+    travels beside the work on the first, and the results of the first beside the work on the
+    second: t + max(t, c) until all results are back, and not 2 t + c.  So min(t, c) is hidden.
+    Backward experts compute twice as long.
+
+    Args:
+        calls: Of a pass.
+        modules: Of experts.
         wire: Of the axis `ep`.
+        topology: What it runs on.
     """
     start, rate = collective(MoveKind.MOVE, wire)
-    return _EXPERT_CALLS * calls * start + 4 * routed * wire.size * rate
+    seconds, hidden = modules * start, 0.0
+    for call in calls:
+        way = call.nbytes * wire.size * rate
+        seconds += _EXPERT_CALLS * way
+        if call.is_in_pieces:
+            computed = call.flops / (topology.flops * topology.efficiency)
+            hidden += min(way, computed) + min(way, 2 * computed)
+    # A recomputation calls experts again, with exchanges that the bytes of its calls count.
+    pieces = 2 if any(call.is_in_pieces for call in calls) else 1
+    seconds += _EXPERT_CALLS * modules * start * pieces
+    return ExpertExchange(seconds - hidden, hidden)
 
 
 def of_attention(calls: Iterable[AttentionCall], kind: str, wire: Wire) -> float:
