@@ -63,8 +63,8 @@ from msrun.parallel.losses.pairs.input_pairs import (
     CUT_HINT,
     chosen_samples,
     failure_of,
+    input_marks,
     outcome_of,
-    shown_input,
 )
 from msrun.parallel.losses.rows import RowsWatch, is_row_of_integers, takes_by
 from msrun.parallel.losses.sample_dims import PROPERTIES, has_rule, pairs_of_numbers
@@ -134,11 +134,9 @@ class SampleWatch(TorchFunctionMode):
         self._pairs = ""  # of rows of different inputs, that were computed first
         # Mixtures and the nodes of autograd whose results have them.
         self._found: list[tuple[Mixture, Any]] = []
-        if parts == 1:
-            names = ()
-        for tensor, name in itertools.zip_longest(tensors_in(batch), names):
-            if name != "" and tensor.dim() > dim and tensor.shape[dim] == samples:
-                self._leave(tensor, Mark(dim, inputs=(shown_input(name, tensor),) if name else ()))
+        for tensor, mark in input_marks(tensors_in(batch), names, samples, dim, parts):
+            if mark:
+                self._leave(tensor, mark)
             elif tensor.dim():
                 self._leave_whole([tensor])
 
@@ -176,7 +174,8 @@ class SampleWatch(TorchFunctionMode):
         if marks or self._rows.has_cut:
             self._follow(func, args, kwargs, result, marks)
         orders = {id(tensor): order for tensor in given if (order := self._order(tensor))}
-        call = TorchCall(name, args, kwargs, _NONE, marks, self.samples, orders=orders)
+        cut, none = self.parts > 1, _NONE
+        call = TorchCall(name, args, kwargs, none, marks, self.samples, orders=orders, is_cut=cut)
         self._note_results(call, result, mixture, given)
         return result
 
@@ -289,7 +288,7 @@ class SampleWatch(TorchFunctionMode):
         if isinstance(error, torch.OutOfMemoryError):
             return
         call = TorchCall(_name(func), args, kwargs, _NONE, marks, self.samples)
-        if cause := self._pairs or failure_of(call, self.parts):
+        if self.parts > 1 and (cause := self._pairs or failure_of(call, self.parts)):
             self._failure = error, cause
 
     @contextlib.contextmanager
