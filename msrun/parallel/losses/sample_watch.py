@@ -59,8 +59,8 @@ from msrun.parallel.losses.pairs.input_pairs import (
     CUT_HINT,
     chosen_samples,
     failure_of,
+    input_marks,
     outcome_of,
-    shown_input,
 )
 from msrun.parallel.losses.rows import RowsWatch, is_row_of_integers, takes_by
 from msrun.parallel.losses.sample_dims import PROPERTIES, has_rule, pairs_of_numbers
@@ -128,17 +128,16 @@ class SampleWatch(TorchFunctionMode):
         self._cut = ""  # where rows were cut first
         self._failure: tuple[Exception, str] | None = None  # and its line
         self._pairs = ""  # of rows of different inputs, that were computed first
-        # Mixtures and the nodes of autograd whose results have them.
-        self._found: list[tuple[Mixture, Any]] = []
-        self.take(batch, dim, names if parts > 1 else ())
+        self._found: list[tuple[Mixture, Any]] = []  # and the nodes of autograd that have them
+        self.take(batch, dim, names)
 
     def take(self, batch: Any, dim: int = 0, names: Iterable[str] = ()) -> None:
         """Let `batch`, of another call of a model too, have its samples in `dim`."""
-        for tensor, name in itertools.zip_longest(tensors_in(batch), names):
-            if (mark := self._mark(tensor)) and not mark.is_guess:
-                continue  # that of an earlier call
-            if name != "" and tensor.dim() > dim and tensor.shape[dim] == self.samples:
-                self._leave(tensor, Mark(dim, inputs=(shown_input(name, tensor),) if name else ()))
+        for tensor, mark in input_marks(tensors_in(batch), names, self.samples, dim, self.parts):
+            if (known := self._mark(tensor)) and not known.is_guess:
+                continue  # of an earlier call
+            if mark:
+                self._leave(tensor, mark)
             elif tensor.dim():
                 self._leave_whole([tensor])
 
@@ -181,7 +180,8 @@ class SampleWatch(TorchFunctionMode):
         if marks or self._rows.has_cut:
             self._follow(func, args, kwargs, result, marks)
         orders = {id(tensor): order for tensor in given if (order := self._order(tensor))}
-        call = TorchCall(name, args, kwargs, _NONE, marks, self.samples, orders=orders)
+        cut, none = self.parts > 1, _NONE
+        call = TorchCall(name, args, kwargs, none, marks, self.samples, orders=orders, is_cut=cut)
         self._note_results(call, result, mixture, given)
         return result
 
@@ -296,7 +296,7 @@ class SampleWatch(TorchFunctionMode):
         if isinstance(error, torch.OutOfMemoryError):
             return
         call = TorchCall(_name(func), args, kwargs, _NONE, marks, self.samples)
-        if cause := self._pairs or failure_of(call, self.parts):
+        if self.parts > 1 and (cause := self._pairs or failure_of(call, self.parts)):
             self._failure = error, cause
 
     @contextlib.contextmanager

@@ -76,7 +76,55 @@ class Placed(Keeping):
         return super().forward(x + self.kept)
 
 
-def trained(config, kind):
+class KeepingLoss(nn.Module):
+    """Keeps the mean of its last outputs, and pulls the next ones to it."""
+
+    kept = 0.0
+
+    def forward(self, output, target):
+        loss = functional.cross_entropy(output, target) + (output - self.kept).square().mean()
+        self.kept = output.detach().mean(0)
+        return loss
+
+
+class AveragingLoss(nn.Module):
+    """Has a running mean in a buffer, which it updates in place."""
+
+    def __init__(self):
+        super().__init__()
+        self.register_buffer("centre", torch.zeros(3))
+
+    def forward(self, output, target):
+        loss = functional.cross_entropy(output - self.centre, target)
+        with torch.no_grad():
+            self.centre.mul_(0.9).add_(output.mean(0), alpha=0.1)
+        return loss
+
+
+class ScalingLoss(nn.Module):
+    """Divides by the last value."""
+
+    last = 1.0
+
+    def forward(self, output, target):
+        loss = functional.cross_entropy(output, target)
+        scaled, self.last = loss / self.last, loss.item()
+        return scaled
+
+
+class ListingLoss(nn.Module):
+    """Keeps its outputs for a plot."""
+
+    def __init__(self):
+        super().__init__()
+        self.outputs = []
+
+    def forward(self, output, target):
+        self.outputs.append(output.detach())
+        return functional.cross_entropy(output, target)
+
+
+def trained(config, kind, loss_fn=functional.cross_entropy):
     """Return the losses of two steps, or what refuses them."""
     rt = msrun.init(config)
     torch.manual_seed(0)
@@ -86,7 +134,7 @@ def trained(config, kind):
     share, parts = rt.coordinate.get("dp", 0), rt.layout.axes.get("dp", 1)
     own = [part.chunk(parts)[share] for part in (x, y)]
     try:
-        return [rt.step(model, optimizer, functional.cross_entropy, *own).item() for _ in range(2)]
+        return [rt.step(model, optimizer, loss_fn, *own).item() for _ in range(2)]
     except ModelError as error:
         return error.message
     finally:
@@ -126,3 +174,22 @@ def test_one_micro_batch_may_continue_from_the_last_step():
 def test_a_buffer_that_each_call_changes_is_refused_by_its_name():
     said = run_warm(trained, 1, {"accumulate": 2}, CentredByABuffer)[0]
     assert said.startswith("parallel.accumulate: each of 2 micro-batches changes seen")
+
+
+# name of a loss -> what the sentence begins with.
+LOSSES = {
+    KeepingLoss: "the loss of a micro-batch depends on what the model computed from another",
+    AveragingLoss: "the loss of a micro-batch depends on what the model computed from another",
+    ScalingLoss: "the loss multiplies a mean by a number that other parts of the batch have",
+}
+
+
+@pytest.mark.parametrize("loss", LOSSES)
+def test_what_a_loss_keeps_and_needs_is_refused(loss):
+    assert run_warm(trained, 1, {"accumulate": 2}, Keeping, loss())[0].startswith(LOSSES[loss])
+
+
+def test_what_a_loss_keeps_and_does_not_need_is_right():
+    alone = run_warm(trained, 1, {}, Keeping)[0]
+    found = run_warm(trained, 1, {"accumulate": 2}, Keeping, ListingLoss())[0]
+    assert found == pytest.approx(alone, rel=1e-6)

@@ -88,6 +88,7 @@ class TorchCall:
         samples: Samples of the part of the batch.
         place: Where it was called; None is what runs now.
         orders: Numbers of orders that tensors of indices have, by their `id`.
+        is_cut: Whether micro-batches cut each input with as many rows as samples.
     """
 
     name: str
@@ -98,6 +99,7 @@ class TorchCall:
     samples: int
     place: str | None = None
     orders: Mapping[int, int] = field(default_factory=dict)
+    is_cut: bool = True
 
     def mark(self, value: Any) -> Mark | None:
         """Return what is known of an argument."""

@@ -17,7 +17,8 @@ Rows of one input that values of another one choose, such as `table[labels]`, ar
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator, Mapping, Sequence
+import itertools
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import replace
 
 import torch
@@ -66,9 +67,29 @@ def outcome_of(call: TorchCall, rule: Rule = result_of) -> Outcome:
     return outcome._replace(inputs=outcome.inputs or _inputs(*marks), is_guess=is_guess)
 
 
-def shown_input(name: str, x: Tensor) -> str:
-    """Return the name of an input of a batch and the shape of what a micro-batch has of it."""
-    return f"`{name}` {list(x.shape)}"
+def input_marks(
+    batch: Sequence[Tensor], names: Iterable[str], samples: int, dim: int, parts: int
+) -> Iterator[tuple[Tensor, Mark | None]]:
+    """Yield inputs of a batch and what is known of those that have samples.
+
+    Args:
+        batch: The inputs.
+        names: Of them; empty for those that micro-batches do not cut.
+        samples: Samples in the batch.
+        dim: That of samples.
+        parts: Micro-batches.
+    """
+    given = itertools.zip_longest(batch, names if parts > 1 else ())
+    # One label for each item of dim 1 of an input: its dim 0 has the sequence.
+    labels = len(batch[-1]) if parts == 1 and batch and batch[-1].dim() == 1 else samples
+    for place, (x, name) in enumerate(given):
+        is_sequence = labels != samples and x.shape[1:2] == (labels,)
+        if name == "" or is_sequence or x.dim() <= dim or x.shape[dim] != samples:
+            yield x, None
+        elif parts == 1:
+            yield x, Mark(dim, inputs=(f"input {place}",))
+        else:  # what a micro-batch has of it
+            yield x, Mark(dim, inputs=(f"`{name}` {list(x.shape)}",) if name else ())
 
 
 def chosen_samples(call: TorchCall) -> Mark | None:
@@ -115,7 +136,7 @@ def _outcome(call: TorchCall, rule: Rule) -> Outcome:
         return _paired(call) if outcome is None else outcome
     if chosen := _chosen_rows(call):
         return chosen
-    if call.samples == 1 and call.name in _VIEWS:
+    if call.samples == 1 and call.is_cut and call.name in _VIEWS:
         return _viewed_one(call)
     outcome = rule(call)
     if outcome is None:
@@ -165,8 +186,9 @@ def _paired(call: TorchCall) -> Outcome:
         return None
     dim, across = places
     first, second = places[dim], places[across]
-    if not (first and second):
-        return None  # of one input or of two: nothing cuts them here
+    is_known = call.is_cut or (set(first) & set(second) and call.name not in _ATTENDING)
+    if not (first and second and is_known):
+        return None  # of inputs that nothing cuts, or of attention, which `over_sequence` knows
     if set(first) & set(second):
         is_of_samples = call.samples > 1 and takes_gradients(call.result)
         own = Mark(dim, inputs=first, across=across, pairs=_OWN + call.line())
@@ -274,7 +296,7 @@ _FINDING: Mapping[str, Callable[[TorchCall], Iterator[tuple[Mark, int]]]] = {
 
 def _chosen_rows(call: TorchCall) -> Mixture | None:
     """Return that values of one input choose rows of another, of which a part is there."""
-    source, dim, indices = _indexed(call)
+    source, dim, indices = _indexed(call) if call.is_cut else (None, None, None)
     mark = call.mark(source)
     if mark is None or not mark.inputs or mark.dim is None or mark.dim != dim:
         return None

@@ -201,8 +201,8 @@ class PlainLosses:
                 self._found.append(weights_by(full_tensor(gradient)))
             return
         try:
-            mixture = self._window.mixture(loss)
             weights = _weights(self._window.terms_of(loss), full_tensor(loss))
+            mixture = self._window.mixture(loss)
         except ModelError as error:
             mixture, weights = error, []
         self._found.append(weights)

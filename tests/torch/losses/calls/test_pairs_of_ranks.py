@@ -1,0 +1,139 @@
+"""Pairs of samples in a model or a loop that data-parallel ranks alone divide."""
+
+import warnings
+
+import pytest
+import torch
+from ranks import run_warm
+from torch import nn
+from torch.nn import functional
+
+import msrun
+from msrun.parallel.losses.sample_watch import SampleWatch
+
+pytestmark = pytest.mark.torch
+
+SAMPLES = WIDTH = 4  # equal, so that no size tells which dim has samples
+
+
+def attention_by_hand(h, _):
+    return (h @ h.T / 2).softmax(1) @ h
+
+
+def by_differences(h, _):
+    return h + (h[:, None] - h[None]).square().sum(-1).neg().exp().sum(1, keepdim=True)
+
+
+def by_distances(h, _):
+    return h * torch.cdist(h, h.detach()).softmax(1).sum(1, keepdim=True)
+
+
+def by_letters(h, _):
+    return torch.einsum("id,jd->ij", h, h).relu() @ h
+
+
+PAIRS = [attention_by_hand, by_differences, by_distances, by_letters]
+
+
+def tokens(h, _):
+    """Attention in each sample, whose tokens are as many as samples."""
+    x = h[:, :, None] * h[:, None]
+    return ((x @ x.transpose(1, 2)).softmax(-1) @ x).sum(-1)
+
+
+def diagonal(h, _):
+    return h * (h @ h.T).diagonal()[:, None]
+
+
+def another_input(h, beside):
+    """Prototypes, which the script hands to every rank, as many as samples."""
+    return (h @ beside.T).softmax(1) @ beside
+
+
+def of_features(h, _):
+    return h @ torch.eye(WIDTH).softmax(1)
+
+
+def packed(h, _):
+    """All samples in one sequence, with a mask that keeps them apart."""
+    own = torch.eye(len(h), dtype=torch.bool)
+    return functional.scaled_dot_product_attention(h[None], h[None], h[None], attn_mask=own)[0]
+
+
+RIGHT = [packed, tokens, diagonal, another_input, of_features]
+
+
+def said(between):
+    torch.manual_seed(0)
+    x, beside = torch.randn(2, SAMPLES, WIDTH)
+    with (
+        warnings.catch_warnings(record=True) as caught,
+        SampleWatch([x, beside], SAMPLES) as watch,
+    ):
+        warnings.simplefilter("always")
+        loss = between(nn.Linear(WIDTH, WIDTH)(x), beside).square().mean()
+        assert watch.read(loss, is_cut=False) is None
+    return [str(each.message) for each in caught]
+
+
+@pytest.mark.parametrize("between", PAIRS, ids=lambda function: function.__name__)
+def test_pairs_of_samples_are_told(between):
+    (text,) = said(between)
+
+    assert "the loss depends on pairs of samples (test_pairs_of_ranks.py, line" in text
+
+
+@pytest.mark.parametrize("between", RIGHT, ids=lambda function: function.__name__)
+def test_others_are_right(between):
+    assert said(between) == []
+
+
+class Model(nn.Module):
+    def __init__(self):
+        super().__init__()
+        self.layer = nn.Linear(WIDTH, WIDTH)
+
+    def forward(self, x):
+        return attention_by_hand(self.layer(x), x)
+
+
+def similar(output):
+    """Push samples away from each other; the output is as wide as there are samples."""
+    return (output @ output.T).exp().mean()
+
+
+def of_a_step():
+    def train(rt, model, optimizer, x):
+        rt.step(model, optimizer, mean, x, None)
+
+    return msrun_warnings(Model(), train)
+
+
+def of_a_loop():
+    def train(_, model, optimizer, x):
+        similar(model(x)).backward()
+        optimizer.step()
+
+    return msrun_warnings(nn.Linear(WIDTH, WIDTH), train)
+
+
+def mean(output, _):
+    return output.square().mean()
+
+
+def msrun_warnings(model, train):
+    rt = msrun.init({})
+    torch.manual_seed(0)
+    model = rt.shard(model)
+    optimizer = rt.optimizer(torch.optim.SGD(model.parameters(), lr=0.1))
+    with warnings.catch_warnings(record=True) as caught:
+        warnings.simplefilter("always")
+        train(rt, model, optimizer, torch.randn(SAMPLES, WIDTH))
+    rt.close()
+    return [str(each.message) for each in caught if "msrun: the loss" in str(each.message)]
+
+
+@pytest.mark.parametrize("run", [of_a_step, of_a_loop])
+def test_ranks_warn_of_pairs(run):
+    for (text,) in run_warm(run, 2):
+        assert "the loss depends on pairs of samples" in text
