@@ -355,6 +355,9 @@ class _Window(TorchFunctionMode):
             if _UNUSED in str(error) and any(map(is_sharded, params)):
                 raise ModelError(_DIVIDED, hint=_DIVIDED_HINT) from None
             raise
+        # What was gathered is released behind a backward pass, and reading it ends the process.
+        if any(map(_is_released, params)):
+            raise ModelError(_DIVIDED, hint=_DIVIDED_HINT)
 
     def take(self, tensors: Iterable[Tensor]) -> None:
         """Let `tensors`, outputs of the model, be parts of the batch, but for a loss."""
@@ -408,6 +411,11 @@ def _below(mode: TorchFunctionMode) -> Iterator[None]:
         yield
     finally:
         remove_mode(mode)
+
+
+def _is_released(param: Parameter) -> bool:
+    is_empty = param.numel() > 0 and not param.untyped_storage().size()
+    return is_empty and not is_sharded(param)
 
 
 def _has_compiled(model: nn.Module) -> bool:
