@@ -34,6 +34,7 @@ from msrun.parallel.losses.batch import (
     tensors_in,
     without_items,
 )
+from msrun.parallel.losses.calls.counted_samples import counting
 from msrun.parallel.losses.calls.marks import of_all_samples
 from msrun.parallel.losses.decided.carried import uncarried
 from msrun.parallel.losses.decided.decisions import DecisionTrace
@@ -417,18 +418,18 @@ def _watched(
     dim = sample_dim(part, known)
     samples = known if dim else batch_size(part)
     given = StepBatch((), {}, part.target) if sharded.has_fixed_shapes else part
-    names = input_names(sharded.model(), given)
-    watch = SampleWatch(given, samples, dim, names=names, parts=parts)
+    model, sized = sharded.model(), tensors_in(part) if parts == 1 else []
+    watch = SampleWatch(given, samples, dim, names=input_names(model, given), parts=parts)
     trace = sharded.decisions.trace = DecisionTrace(sharded.decisions, tensors_in(part))
     known_outputs = sharded.known if parts > 1 else list(map(of_all_samples, sharded.known))
 
     def run(*args: Any, **kwargs: Any) -> Any:
         with trace.in_model():
-            output = sharded.model()(*args, **kwargs)
+            output = model(*args, **kwargs)
         watch.seed(tensors_in(output), known_outputs)
         return output
 
-    with refusing_sequences_first(sharded.model(), watch), eagerly(), trace, watch:
+    with refusing_sequences_first(model, watch), counting(model, sized), eagerly(), trace, watch:
         loss = _loss(run, tally, loss_fn, part, samples, is_planned=sharded.has_fixed_shapes)
     if not tally.has_refused:
         is_known = has_samples_first(part, known)

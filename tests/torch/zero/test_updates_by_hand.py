@@ -41,10 +41,16 @@ def gradients(network, _, loss):
             param.sub_(0.1 * slope)
 
 
-def set_gathered(network, update, loss):
+def descended(network, _, loss):
+    """The script keeps its parameters, which ZeRO releases behind the backward pass."""
     params = list(network.parameters())
-    for param, slope in zip(params, torch.autograd.grad(loss, params), strict=True):
-        param.grad = slope
+    slopes = torch.autograd.grad(loss, params)
+    [param - 0.1 * slope for param, slope in zip(params, slopes, strict=True)]
+
+
+def set_gathered(network, update, _):
+    for param in network.parameters():
+        param.grad = torch.ones_like(param)
     update.step()
 
 
@@ -61,7 +67,8 @@ CASES = [
     (scaled_by_loss, zero(3), _NUMBERS),
     (scaled_by_number, zero(3), _NUMBERS),
     (gradients, DP, _ALONE),
-    (gradients, zero(1), _ALONE),
+    (gradients, zero(1), _DIVIDED),
+    (descended, zero(1), _DIVIDED),
     (gradients, zero(3), _DIVIDED),
     (set_gathered, zero(2), _UNREDUCED),
 ]

@@ -8,14 +8,15 @@ from __future__ import annotations
 
 import contextlib
 import weakref
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterator, Mapping, Sequence
 from typing import Any, Protocol
 
-from torch import nn
+from torch import Tensor, nn
 
 from msrun.parallel.config import DATA_AXIS, ParallelConfig
 from msrun.parallel.losses.batch import tensors_in
 from msrun.parallel.losses.call_hook import CallHook, trains
+from msrun.parallel.losses.calls.counted_samples import SampleCounts
 from msrun.parallel.losses.decided.decisions import Decisions
 from msrun.parallel.losses.plain_loops.weights import PlainLosses
 from msrun.parallel.rank_context import RankContext
@@ -56,6 +57,8 @@ class PlainLoop:
         self._op = config.reduce.op
         self._is_of_step = False  # what was called since an optimizer stepped
         self._is_paused = False
+        self._counts: SampleCounts | None = None
+        self._has_counted = False  # what the model counts, in its first call
         is_verified = bool(config.verify)
         own, watched = weakref.ref(self), weakref.ref(model)
 
@@ -66,13 +69,16 @@ class PlainLoop:
 
         def begin(called: nn.Module, args: tuple[Any, ...], kwargs: Mapping[str, Any]) -> None:
             if calls(called):
+                self._begin_count(called)
                 losses.begin_call(called, tensors_in([args, kwargs]), mixes=not is_verified)
             elif called is watched() and is_differentiated(called):
                 losses.warn_of_transforms()
 
         def end(called: nn.Module, args: tuple[Any, ...], kwargs: Any, output: Any) -> None:
             if calls(called):
-                losses.end_call(called, tensors_in([args, kwargs]), output)
+                batch = tensors_in([args, kwargs])
+                losses.end_call(called, batch, output)
+                self._end_count(called, batch)
 
         nn.Module.register_forward_pre_hook(model, CallHook(begin), with_kwargs=True)
         if not state.has_fixed_shapes:  # a plan of mode auto decides for all ranks
@@ -82,6 +88,15 @@ class PlainLoop:
     def sees(self, model: nn.Module) -> bool:
         """Return whether a call of `model` is one of a plain loop."""
         return trains(model) and not (self._decisions.is_in_step or self._is_paused)
+
+    def _begin_count(self, model: nn.Module) -> None:
+        if not self._has_counted:
+            self._has_counted, self._counts = True, SampleCounts(model)
+
+    def _end_count(self, model: nn.Module, batch: Sequence[Tensor]) -> None:
+        counts, self._counts = self._counts, None
+        if counts:
+            counts.warn(model, batch)
 
     @contextlib.contextmanager
     def paused(self) -> Iterator[None]:

@@ -22,7 +22,6 @@ of a compiled model, which runs eagerly in a window.
 from __future__ import annotations
 
 import contextlib
-import functools
 import warnings
 import weakref
 from collections.abc import Callable, Iterable, Iterator, Sequence
@@ -44,6 +43,12 @@ from msrun.parallel.losses.calls.unknown import warn_of_unknown
 from msrun.parallel.losses.linearity import derivatives
 from msrun.parallel.losses.linked_terms import forget
 from msrun.parallel.losses.own_gradients import is_gradient
+from msrun.parallel.losses.plain_loops.outside_values import (
+    OutsideValue,
+    OutsideValues,
+    unlike_outside,
+)
+from msrun.parallel.losses.plain_loops.sample_watches import SampleWatches, samples_of
 from msrun.parallel.losses.plain_loops.sums import (
     Weight,
     backward_pairs,
@@ -52,7 +57,6 @@ from msrun.parallel.losses.plain_loops.sums import (
     unlike_ranks,
     weights_by,
 )
-from msrun.parallel.losses.sample_watch import SampleWatch
 from msrun.parallel.losses.terms import Term
 from msrun.parallel.losses.watch import LossWatch
 from msrun.parallel.torch_compat import (
@@ -70,6 +74,7 @@ _HINT = (
     "rt.mean_over_data(count), which all ranks have"
 )
 _NUMBERS_HINT = "take that of all ranks, rt.mean_over_data(value)"
+_MATRIX_HINT = "make it of the samples of all ranks, which rt.gather(x) has"
 _GRADIENTS = (
     "gradients that torch.autograd.grad takes by parameters in this loop are those of this rank's "
     "samples, and no rank averages them"
@@ -98,8 +103,10 @@ class PlainLosses:
         self._window: _Window | None = None
         self._open = contextlib.ExitStack()
         self._found: list[list[Weight]] = []
+        self._outside: list[OutsideValue] = []
         self._warned: set[str] = set()
         self._has_told = False  # of a number that ranks have others of
+        self._has_told_outside = False  # of a value from earlier steps
         # Models that return no loss: after a first call, functions inside are left alone.
         self._without_loss: weakref.WeakSet[nn.Module] = weakref.WeakSet()
 
@@ -130,14 +137,18 @@ class PlainLosses:
         window.take(tensors)
 
     def _is_due(self, model: nn.Module) -> bool:
+        return self._is_regular() or (self._follows_data and not _has_compiled(model))
+
+    def _is_regular(self) -> bool:
+        """Return whether ranks look at this step whatever they found before."""
         step = self._steps + 1
-        is_due = step in _STEPS or step % _EVERY == 0
-        return is_due or (self._follows_data and not _has_compiled(model))
+        return step in _STEPS or step % _EVERY == 0
 
     def _look(self, batch: Sequence[Tensor]) -> _Window:
         if self._window is None or self._window.has_ended:
             self._close()
-            self._window = _Window(batch, self._note, self._note_gradients)
+            outside = OutsideValues(samples_of(batch)) if self._is_regular() else None
+            self._window = _Window(batch, self._note, self._note_gradients, outside)
             self._open.enter_context(eagerly())
             self._open.enter_context(_below(self._window))
         return self._window
@@ -158,8 +169,11 @@ class PlainLosses:
         self._close()
         self._tell_gradients()
         found, self._found = self._found, []
+        is_regular = self._is_regular()
         self._steps += 1
-        if not (self._steps in _STEPS or self._steps % _EVERY == 0 or self._follows_data):
+        if is_regular:
+            self._settle_outside(group, device)
+        elif not self._follows_data:
             return
         every = messages.gather_all(found, list[list[Weight]], group, device)
         # Of several optimizers one may step with losses of other kinds.
@@ -176,10 +190,20 @@ class PlainLosses:
             if scaled and op == "mean" and self._steps == 1:
                 self._warn(_scaled_problem(scaled[0], group.size()), _HINT)
 
+    def _settle_outside(self, group: dist.ProcessGroup, device: torch.device) -> None:
+        found, self._outside = self._outside, []
+        every = messages.gather_all(found, list[OutsideValue], group, device)
+        unlike = unlike_outside(every, dist.get_process_group_ranks(group))
+        if unlike and not self._has_told_outside:
+            self._has_told_outside = True
+            text, is_number = unlike
+            self._warn(text, _NUMBERS_HINT if is_number else _MATRIX_HINT)
+
     def drop(self) -> None:
         """Look no more until the next call of a model, and forget what was found."""
         self._close()
         self._found.clear()
+        self._outside.clear()
 
     @contextlib.contextmanager
     def paused(self) -> Iterator[None]:
@@ -230,6 +254,8 @@ class PlainLosses:
             warnings.warn(f"msrun: {text}: {hint}", stacklevel=6)
 
     def _close(self) -> None:
+        if self._window and self._window.outside:
+            self._outside += self._window.outside.found
         self._window = None
         self._open.close()
 
@@ -241,9 +267,11 @@ class _Window(TorchFunctionMode):
         batch: Tensors that the model gets.
         note: Gets each loss that is about to be differentiated.
         note_gradients: Called when gradients by parameters are taken, and when ranks reduce.
+        outside: Follows values that are of no sample; None if nobody does.
 
     Attributes:
         has_ended: Whether a backward pass has begun.
+        outside: As given.
     """
 
     is_watch = reads_graph = True
@@ -254,12 +282,14 @@ class _Window(TorchFunctionMode):
         batch: Sequence[Tensor],
         note: Callable[[Tensor, Tensor | None], None],
         note_gradients: Callable[..., None],
+        outside: OutsideValues | None,
     ) -> None:
         super().__init__()
+        self.outside = outside
         self._note, self._note_gradients = note, note_gradients
-        self._samples = _samples(batch)
-        self._losses = LossWatch(_samples(batch), inputs=batch)
-        self._mixtures = _SampleWatches()
+        self._samples = samples_of(batch)
+        self._losses = LossWatch(samples_of(batch), inputs=batch)
+        self._mixtures = SampleWatches()
         self._problem: ModelError | None = None
         self._outputs: set[Any] = set()  # nodes of autograd
 
@@ -303,9 +333,13 @@ class _Window(TorchFunctionMode):
         try:
             with self._mixtures if self._mixtures.watches else contextlib.nullcontext():
                 # As if it were the mode on top, which takes longer to enter.
-                return self._losses.__torch_function__(func, types, args, kwargs)
+                result = self._losses.__torch_function__(func, types, args, kwargs)
         except ModelError as error:  # of a loss over the samples of the part
             self._problem = error
+        else:
+            if self.outside and not self.has_ended:
+                self.outside.follow(func, args, result)
+            return result
         return func(*args, **kwargs)
 
     @contextlib.contextmanager
@@ -324,6 +358,9 @@ class _Window(TorchFunctionMode):
             if _UNUSED in str(error) and any(map(is_sharded, params)):
                 raise ModelError(_DIVIDED, hint=_DIVIDED_HINT) from None
             raise
+        # What was gathered is released behind a backward pass, and reading it ends the process.
+        if any(map(_is_released, params)):
+            raise ModelError(_DIVIDED, hint=_DIVIDED_HINT)
 
     def take(self, tensors: Iterable[Tensor]) -> None:
         """Let `tensors`, outputs of the model, be parts of the batch, but for a loss."""
@@ -370,45 +407,6 @@ class _Window(TorchFunctionMode):
         return self._problem
 
 
-class _SampleWatches(TorchFunctionMode):
-    """While it is active, watches of what mixes samples see functions, and not each other.
-
-    A watch looks up dozens of things at each function.  As modes above each other they would see
-    that too, which takes a power of their number.
-
-    Attributes:
-        watches: By how many samples the batches have; calls of a model with as many share one.
-    """
-
-    is_watch = reads_graph = True
-
-    def __init__(self) -> None:
-        super().__init__()
-        self.watches: dict[int, SampleWatch] = {}
-
-    def take(self, batch: Sequence[Tensor]) -> None:
-        """Look at what a model gets."""
-        samples = _samples(batch)
-        if samples in self.watches:
-            self.watches[samples].take([*batch])
-        elif samples:
-            self.watches[samples] = SampleWatch([*batch], samples, has_labels=True)
-
-    def __torch_function__(
-        self,
-        func: Callable[..., Any],
-        types: Iterable[type],
-        args: tuple[Any, ...] = (),
-        kwargs: dict[str, Any] | None = None,
-    ) -> Any:
-        """Run `func`; see the class."""
-        del types
-        run = func
-        for watch in self.watches.values():
-            run = functools.partial(watch.see, func, run)
-        return run(*args, **(kwargs or {}))
-
-
 @contextlib.contextmanager
 def _below(mode: TorchFunctionMode) -> Iterator[None]:
     add_mode_below(mode)
@@ -418,12 +416,13 @@ def _below(mode: TorchFunctionMode) -> Iterator[None]:
         remove_mode(mode)
 
 
+def _is_released(param: Parameter) -> bool:
+    is_empty = param.numel() > 0 and not param.untyped_storage().size()
+    return is_empty and not is_sharded(param)
+
+
 def _has_compiled(model: nn.Module) -> bool:
     return any(is_compiled(module) or is_compiled_in_place(module) for module in model.modules())
-
-
-def _samples(batch: Sequence[Tensor]) -> int:
-    return next((len(tensor) for tensor in batch if tensor.dim()), 0)
 
 
 def _weights(terms: Sequence[Term], loss: Tensor) -> list[Weight]:
