@@ -30,9 +30,9 @@ def check_sums(terms: Sequence[Term]) -> None:
             raise ModelError(
                 f"the loss is a function of {term.name} over a part of the batch, and may mean "
                 "a mean or a sum over the whole batch",
-                hint="return (sum, count) from the loss function; or divide the sum by the "
-                "samples or elements of the part, if it is a mean, and multiply what is summed, as "
-                "in (0.5 * x).sum(), if it is a sum",
+                hint="put a factor inside of its sum, as (-0.5 * x).sum() for -0.5 * x.sum(), and "
+                "all is a sum over the whole batch; or return (loss, samples), of which the step "
+                "takes the mean over all samples, or divide each sum by the samples of the part",
             )
 
 

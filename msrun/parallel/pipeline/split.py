@@ -13,6 +13,11 @@ from msrun.parallel.pipeline.chunks import STAGES, Chunks
 from msrun.parallel.pipeline.record.modes import Enter, Modes, leave_modes
 from msrun.parallel.pipeline.trace import Memory, Trace, is_value, shown
 
+_CHOSEN = (
+    "name modules that every batch runs; if an input chooses modules, such as the number of a "
+    "head, compute all and take one: torch.stack([head(x) for head in self.heads])[task]"
+)
+
 NO_MEMORY = Memory()
 
 Places = Mapping[fx.Node, int]
@@ -187,7 +192,9 @@ def cut(
         borders.append([n for n in graph.nodes if n in wanted and places[n] <= chunk])
     for chunk in range(chunks.count):
         if chunk not in places.values():
-            raise ModelError(f"{STAGES}: nothing in {chunks.shown(chunk)} runs in forward")
+            raise ModelError(
+                f"{STAGES}: nothing in {chunks.shown(chunk)} runs in forward", hint=_CHOSEN
+            )
         if chunk and not borders[chunk - 1]:
             raise ModelError(f"{STAGES}: {chunks.shown(chunk)} uses nothing that runs before it")
     borders = [[], *borders, []]

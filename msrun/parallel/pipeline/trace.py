@@ -254,7 +254,9 @@ def _trace(model: nn.Module, is_leaf: Callable[[str], bool], inputs: Sequence[st
         raise ModelError(
             f"{STAGES}: the forward of {type(model).__name__} cannot be traced: "
             f"{problem}{_where(error)}",
-            hint="pass the inputs of one batch: rt.shard(model, sample=batch)",
+            hint="pass the inputs of one batch: rt.shard(model, sample=batch); or, if an input "
+            "chooses modules, compute all of them and take one of the outputs: "
+            "torch.stack([head(x) for head in self.heads])[task]",
         ) from None
     finally:
         for name in set(vars(model)) - before:  # the tracer keeps them there

@@ -331,3 +331,50 @@ def test_micro_batches_of_one_rank_are_scaled_only_if_their_counts_differ(ignore
     expected.backward()
     assert loss.item() == pytest.approx(expected.item())
     torch.testing.assert_close(weight.grad, alone.grad)
+
+
+def coded(x, terms):
+    """Return a loss of a variational autoencoder: one factor outside of its sum, or inside."""
+    mean, spread = x.chunk(2, -1)
+    divergence = 1 + spread - mean.square() - spread.exp()
+    target = torch.full_like(mean, 0.3)
+    rebuilt = functional.binary_cross_entropy_with_logits(mean, target, reduction="sum")
+    if terms == "inside":
+        return rebuilt + (-0.5 * divergence).sum()
+    loss = rebuilt - 0.5 * divergence.sum()
+    return (loss, len(x)) if terms == "pair" else loss
+
+
+def autoencoded(config, terms):
+    rt = msrun.init(config)
+    torch.manual_seed(0)
+    x = torch.randn(SAMPLES, 6)
+    model = rt.shard(nn.Linear(6, 8))
+    update = rt.optimizer(torch.optim.SGD(model.parameters(), lr=0.01))
+    share, count = rt.coordinate.get("dp", 0), rt.layout.size("dp")
+    x = x.chunk(count)[share]
+    try:
+        return [
+            rt.step(model, update, lambda o, _: coded(o, terms), x, x).item() for _ in range(STEPS)
+        ]
+    except ModelError as error:
+        return error.message, error.hint
+
+
+def test_a_sum_with_a_factor_outside_says_where_to_put_it():
+    for message, hint in run_warm(autoencoded, 2, {}, "outside"):
+        assert message.startswith("the loss is a function of binary_cross_entropy")
+        assert hint.startswith("put a factor inside of its sum, as (-0.5 * x).sum()")
+        assert "return (loss, samples)" in hint
+
+
+@pytest.mark.parametrize("terms", ["inside", "pair"])
+@pytest.mark.parametrize("config", [{}, {"accumulate": 2}])
+def test_what_the_hint_says_trains_as_one_process(config, terms):
+    [expected] = run_warm(autoencoded, 1, {}, terms)
+    [of_sum] = run_warm(autoencoded, 1, {}, "outside")
+
+    found = run_warm(autoencoded, 2, config, terms)
+    assert found == [pytest.approx(expected, rel=1e-6)] * 2
+    if terms == "inside":
+        assert expected == pytest.approx(of_sum, rel=1e-6)

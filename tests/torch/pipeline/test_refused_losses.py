@@ -1,5 +1,6 @@
 """What one stage refuses in a step, all stages raise: none is left waiting for it."""
 
+import functools
 import warnings
 
 import pytest
@@ -346,3 +347,51 @@ def with_features():
 def test_a_loss_of_what_was_recorded_without_values_is_refused_on_all_ranks():
     for said in run_warm(with_features, 2):
         assert said.startswith("the loss function reads a tensor without values")
+
+
+class Heads(nn.Module):
+    """A head for each task, of which a number among the inputs chooses one."""
+
+    def __init__(self, *, computes_all):
+        super().__init__()
+        self.computes_all = computes_all
+        self.body = nn.Linear(8, 8)
+        self.heads = nn.ModuleList([nn.Linear(8, 8), nn.Linear(8, 8)])
+
+    def forward(self, x, task):
+        x = self.body(x).relu()
+        if self.computes_all:
+            return torch.stack([head(x) for head in self.heads])[task]
+        return self.heads[task](x)
+
+
+def chosen(pipeline, *, computes_all, has_sample=True):
+    """Train tasks in turn; return the losses, or the refusal and its hint."""
+    rt = msrun.init(pipeline)
+    torch.manual_seed(0)
+    x = torch.randn(4, 8)
+    try:
+        model = rt.shard(Heads(computes_all=computes_all), (x, 0) if has_sample else None)
+        update = rt.optimizer(torch.optim.SGD(model.parameters(), lr=0.1))
+        return [
+            rt.step(model, update, functional.mse_loss, x, task, 0.5 * x).item()
+            for task in (0, 1, 0)
+        ]
+    except ModelError as error:
+        return error.message, error.hint
+
+
+HEADS = {"mesh": {"pp": 2}, "pipeline": {"stages": {"body": 0, "heads": 1}, "microbatches": 2}}
+ALL_HEADS = "torch.stack([head(x) for head in self.heads])[task]"
+
+
+@pytest.mark.parametrize("has_sample", [True, False])
+def test_a_head_that_a_number_chooses_is_refused_with_what_trains(has_sample):
+    whole = functools.partial(chosen, computes_all=True, has_sample=has_sample)
+    one = functools.partial(chosen, computes_all=False, has_sample=has_sample)
+    for message, hint in run_warm(one, 2, HEADS):
+        assert message.startswith("parallel.pipeline.stages: ")
+        assert ALL_HEADS in hint
+
+    [expected] = run_warm(whole, 1, {})
+    assert run_warm(whole, 2, HEADS) == [pytest.approx(expected, abs=1e-6)] * 2
