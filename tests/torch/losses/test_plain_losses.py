@@ -213,7 +213,7 @@ def plain(model, x, y, _):
 
 def late(step):
     """Return batches of which each rank has as many targets that count until `step`."""
-    found = [(x, y.clamp(min=0)) for x, y in data(ignored=False)] * 4
+    found = [(x, y.clamp(min=0)) for x, y in data(ignored=False)] * 6
     for number, (x, y) in enumerate(found):
         target = y.clone()
         target[[0, 4]] = -100
