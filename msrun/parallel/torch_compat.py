@@ -1659,8 +1659,7 @@ def replace_element_methods(
 
     def fill(op: Any, args: Any, kwargs: Any) -> Any:
         drawn = draw(op, args, kwargs)
-        local_tensor(args[0]).copy_(local_tensor(drawn))
-        return args[0]
+        return args[0].copy_(drawn)
 
     in_place = "normal_ uniform_ bernoulli_ exponential_ geometric_ log_normal_ cauchy_ random_"
     for operator in _drawing(in_place):
@@ -1681,6 +1680,74 @@ def replace_element_methods(
     kind.data = property(data.__get__, write)
     torch.nn.Parameter.data = property(data.__get__, become)  # type: ignore[assignment]
     return True
+
+
+def watch_written_views(keep: Callable[[Any, Any], None]) -> None:
+    """Call `keep(view, base)` for each DTensor that a function wrote, if that is lost for its base.
+
+    A view along a sharded dim, such as `param[0]`, is gathered: what is written to it would go to a
+    copy.  Where autograd follows the write it is left alone.
+
+    Args:
+        keep: Gets the view, and the DTensor that it is of.
+    """
+    from torch.distributed.tensor import DTensor
+
+    kind: Any = DTensor
+    dispatcher = kind._op_dispatcher  # noqa: SLF001 - there is no public form
+    plain = dispatcher._dispatch_fast_path_python_tail  # noqa: SLF001
+
+    def tail(operator: Any, args: tuple[Any, ...], kwargs: dict[str, Any], *rest: Any) -> Any:
+        result = plain(operator, args, kwargs, *rest)
+        *_, is_in_place, is_out = rest
+        if is_in_place or is_out:
+            written = args[0] if is_in_place else tuple(kwargs.values())
+            for view in written if isinstance(written, list | tuple) else (written,):
+                if isinstance(view, kind) and view._is_view():  # noqa: SLF001 - no public form
+                    base = view._base  # noqa: SLF001
+                    if isinstance(base, kind) and _is_copy(view, base):
+                        keep(view, base)
+        return result
+
+    dispatcher._dispatch_fast_path_python_tail = tail  # noqa: SLF001
+    # As `param[0] = 1.0` has it.
+    fill = torch.ops.aten.fill_
+    dispatcher._custom_op_handlers[fill.Tensor] = lambda _, args, __: fill.Scalar(  # noqa: SLF001
+        args[0], args[1].item()
+    )
+
+
+def replicated(tensor: Any) -> Any:
+    """Return a DTensor with a copy of all of `tensor` on each rank, of the same strides."""
+    from torch.distributed.tensor import DTensor, Replicate
+
+    whole = torch.empty_strided(
+        tensor.shape, tensor.stride(), dtype=tensor.dtype, device=local_tensor(tensor).device
+    )
+    whole.copy_(tensor.full_tensor())
+    mesh = tensor.device_mesh
+    return DTensor.from_local(
+        whole,
+        mesh,
+        [Replicate()] * mesh.ndim,
+        run_check=False,
+        shape=tensor.shape,
+        stride=tensor.stride(),
+    )
+
+
+def view_like(view: Tensor, base: Tensor) -> Tensor:
+    """Return the view of `base` that `view` is of its own base."""
+    found: Tensor = view._view_func_unsafe(base)  # noqa: SLF001
+    return found
+
+
+def _is_copy(view: Any, base: Any) -> bool:
+    """Return whether a view of a DTensor has other memory, and autograd does not follow writes."""
+    if torch.is_grad_enabled() and base.requires_grad:
+        return False
+    own, whole = (local_tensor(each).untyped_storage() for each in (view, base))
+    return own.data_ptr() != whole.data_ptr() and not any(p.is_partial() for p in base.placements)
 
 
 @cache

@@ -76,6 +76,7 @@ def support_values(part_of: PartOf) -> None:
     """
     _part_of[:] = [part_of]
     if torch_compat.replace_element_methods(_take, _drawn, _note_number, full_tensor):
+        torch_compat.watch_written_views(_keep_written)
         for name in _WHOLE_FILLS:
             _fill_whole(name)
         before = sys.excepthook
@@ -246,6 +247,14 @@ def _fill_whole(name: str) -> None:
         return tensor
 
     setattr(nn.init, name, fill)
+
+
+def _keep_written(view: DTensor, base: DTensor) -> None:
+    """Write what `view` has to `base`, of which it is a view and has a copy."""
+    with torch.no_grad():
+        whole = torch_compat.replicated(base)
+        torch_compat.view_like(view, whole).copy_(view)
+        local_part(base).copy_(local_part(_placed(local_part(whole), base)))
 
 
 @contextlib.contextmanager

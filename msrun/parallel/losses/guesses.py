@@ -16,7 +16,7 @@ from typing import Any
 from torch import Tensor
 
 from msrun.parallel.losses.calls.marks import Mark, Mixture, Outcome, TorchCall
-from msrun.parallel.losses.notes import PASSING
+from msrun.parallel.losses.notes import PASSING, grad_fn_of
 from msrun.parallel.losses.torch_calls import of_values, tensors_of
 from msrun.parallel.torch_compat import function_of, passes_straight
 
@@ -82,7 +82,7 @@ def marks_behind(tensor: Tensor, known: Callable[[Any, int], list[Mark] | None])
     """
     found: list[Mark] = []
     seen: set[tuple[Any, int]] = set()
-    waiting: list[tuple[Any, int]] = [(tensor.grad_fn, tensor.output_nr)]
+    waiting: list[tuple[Any, int]] = [(grad_fn_of(tensor), tensor.output_nr)]
     while waiting:
         step, output = waiting.pop()
         if step is None:

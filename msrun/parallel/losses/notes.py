@@ -45,10 +45,21 @@ def watch_numbers() -> Iterator[int]:
     return itertools.count(secrets.randbits(_BITS))
 
 
+def grad_fn_of(tensor: Tensor) -> Any:
+    """Return the node of autograd that `tensor` comes from; None without one.
+
+    A view that was made without gradients has none either; once its base was written, torch fails.
+    """
+    try:
+        return tensor.grad_fn
+    except RuntimeError:
+        return None
+
+
 def hand_on(source: Tensor, result: Tensor) -> None:
     """Note that `result`, which a layer computed from `source` in parts, keeps its samples."""
-    if result.grad_fn is not None:
-        metadata_of(result.grad_fn)[_SOURCE] = source
+    if (node := grad_fn_of(result)) is not None:
+        metadata_of(node)[_SOURCE] = source
 
 
 def source_of(node: Any) -> Tensor | None:
@@ -60,8 +71,8 @@ def source_of(node: Any) -> Tensor | None:
 def leave(tensor: Tensor, key: str, noted: Any) -> None:
     """Note something at a tensor, and at the node of autograd that it comes from."""
     setattr(tensor, key, noted)
-    if tensor.grad_fn is not None:
-        metadata_of(tensor.grad_fn)[key, tensor.output_nr] = noted
+    if (node := grad_fn_of(tensor)) is not None:
+        metadata_of(node)[key, tensor.output_nr] = noted
 
 
 def metadata_of(node: Any) -> dict[Any, Any]:
@@ -86,7 +97,7 @@ def copy_notes(source: Tensor, result: Tensor) -> None:
 
 def carried(tensor: Tensor, key: str) -> Any:
     """Return what was noted of a tensor that was passed on in another one; None without it."""
-    node: Any = tensor.grad_fn
+    node: Any = grad_fn_of(tensor)
     place = tensor.output_nr
     if node is None and is_sharded(tensor):  # of the batch, or computed from it alone
         local = local_tensor(tensor)
@@ -116,7 +127,7 @@ def is_passed(node: Any) -> bool:
 def graph_of(loss: Tensor) -> set[Any]:
     """Return the nodes of autograd that `loss` was computed by, as `node_of` has them."""
     seen: set[Any] = set()
-    waiting: list[tuple[Any, int]] = [(loss.grad_fn, loss.output_nr)]
+    waiting: list[tuple[Any, int]] = [(grad_fn_of(loss), loss.output_nr)]
     while waiting:
         step, output = waiting.pop()
         node = node_of(step, output)

@@ -48,6 +48,7 @@ from msrun.parallel.losses.notes import (
     MIXTURE,
     SAMPLES,
     carried,
+    grad_fn_of,
     graph_of,
     leave,
     metadata_of,
@@ -210,7 +211,7 @@ class SampleWatch(TorchFunctionMode):
         elif wholes and not call.marks:
             self._leave_whole(results)
         is_written = bool(results and args and results[0] is args[0])
-        is_plain = is_written and id(args[0]) not in call.marks and args[0].grad_fn is None
+        is_plain = is_written and id(args[0]) not in call.marks and grad_fn_of(args[0]) is None
         if is_plain and not mixture:
             return  # a buffer that takes statistics
         for tensor in results:
@@ -242,7 +243,7 @@ class SampleWatch(TorchFunctionMode):
         return self._guess_of(call) if self._may_be_guessed(call.result) else None
 
     def _guess_of(self, call: TorchCall) -> Outcome:
-        if call.name in PUTTING_BACK and call.result.grad_fn:
+        if call.name in PUTTING_BACK and grad_fn_of(call.result):
             return guess(call.result, marks_behind(call.result, self._of_node), self.samples)
         if has_rule(call.name):
             return None
@@ -281,8 +282,8 @@ class SampleWatch(TorchFunctionMode):
         mixture = mixture and of_result(mixture, tensor)
         if mixture:
             setattr(tensor, _MIXTURE, (self._number, *mixture))
-        if mixture and tensor.grad_fn:
-            self._found.append((mixture, node_of(tensor.grad_fn, tensor.output_nr)))
+        if mixture and (node := grad_fn_of(tensor)):
+            self._found.append((mixture, node_of(node, tensor.output_nr)))
 
     def _note_failure(
         self,
@@ -326,16 +327,15 @@ class SampleWatch(TorchFunctionMode):
             return
         noted = (self._number, write_count(tensor), *mark)
         leave(tensor, _MARK, noted)
-        if tensor.grad_fn is None and is_sharded(
-            tensor
-        ):  # which goes on in tensors that no node leads back from
+        if grad_fn_of(tensor) is None and is_sharded(tensor):
+            # Which goes on in tensors that no node leads back from.
             setattr(local_tensor(tensor), _MARK, noted)
 
     def _leave_unknown(self, tensor: Tensor, *, is_written: bool) -> None:
         if is_written:
             vars(tensor).pop(_MARK, None)  # it has other values
-        if tensor.grad_fn:
-            metadata_of(tensor.grad_fn)[_SEEN, tensor.output_nr] = self._number
+        if node := grad_fn_of(tensor):
+            metadata_of(node)[_SEEN, tensor.output_nr] = self._number
 
     def _leave_order(self, result: Any, given: Sequence[Tensor]) -> None:
         """Note that indices are an order of their own, or that of the indices they are."""
@@ -388,11 +388,11 @@ class SampleWatch(TorchFunctionMode):
         is_label = is_label and not self._is_made(tensor)
         if is_label and tensor.shape[:1] == (self.samples,) and tensor.dtype != torch.bool:
             return Mark(0, is_guess=True)
-        if tensor.grad_fn is None or not self._may_be_guessed(tensor):
+        if (node := grad_fn_of(tensor)) is None or not self._may_be_guessed(tensor):
             return None
         marks = marks_behind(tensor, self._known_of_node)
-        metadata, place = metadata_of(tensor.grad_fn), tensor.output_nr
-        is_written = tensor.grad_fn.name().endswith(_WRITTEN_VIEW)
+        metadata, place = metadata_of(node), tensor.output_nr
+        is_written = node.name().endswith(_WRITTEN_VIEW)
         if is_written or metadata.get((_SEEN, place)) == self._number:  # by linear functions
             marks = [mark._replace(statistic="") for mark in marks]
         metadata[_BEHIND, place] = self._number, marks

@@ -18,6 +18,7 @@ from torch import Tensor
 from torch.autograd import Function
 
 from msrun.parallel.losses.calls.marks import Mark, Mixture
+from msrun.parallel.losses.notes import grad_fn_of
 from msrun.parallel.losses.torch_calls import script_line
 
 _READING = frozenset(["numpy", "__array__", "tolist"])
@@ -69,7 +70,7 @@ class HostValues:
 
     def of_numpy(self, tensor: Tensor) -> Mixture | None:
         """Return that nobody knows what a tensor in memory of numpy was computed from."""
-        if not self._line or type(tensor) is not Tensor or tensor.grad_fn is not None:
+        if not self._line or type(tensor) is not Tensor or grad_fn_of(tensor) is not None:
             return None
         is_plain = tensor.device.type == "cpu" and tensor.layout == torch.strided
         is_foreign = is_plain and not tensor.untyped_storage().resizable()

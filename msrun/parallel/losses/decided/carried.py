@@ -19,7 +19,7 @@ from torch.overrides import TorchFunctionMode
 from msrun.errors import ModelError
 from msrun.parallel.losses.batch import tensors_in
 from msrun.parallel.losses.decided.decisions import Decisions, DecisionTrace
-from msrun.parallel.losses.notes import graph_of, node_of
+from msrun.parallel.losses.notes import grad_fn_of, graph_of, node_of
 from msrun.parallel.losses.terms import PartLoss
 from msrun.parallel.losses.torch_calls import of_values, script_line, tensors_of
 from msrun.parallel.torch_compat import eagerly
@@ -56,10 +56,10 @@ class CarriedWatch(TorchFunctionMode):
         is_carried = any(not isinstance(x, Parameter) and self._trace.made(x) for x in given)
         result = func(*args, **kwargs)
         for tensor in tensors_of((result,)) if is_carried else ():
-            if tensor.grad_fn is None:
+            if grad_fn_of(tensor) is None:
                 self._trace.extend(tensor)
             else:
-                self._found[node_of(tensor.grad_fn, tensor.output_nr)] = script_line()
+                self._found[node_of(grad_fn_of(tensor), tensor.output_nr)] = script_line()
         return result
 
     def problem(self, loss: Tensor) -> ModelError | None:

@@ -53,7 +53,7 @@ from msrun.parallel.exchange import messages
 from msrun.parallel.losses.batch import tensors_in
 from msrun.parallel.losses.call_hook import CallHook, trains
 from msrun.parallel.losses.mixing import dims_of
-from msrun.parallel.losses.notes import is_passed, watch_numbers
+from msrun.parallel.losses.notes import grad_fn_of, is_passed, watch_numbers
 from msrun.parallel.losses.torch_calls import DIVIDING, name_of, of_values, script_line, tensors_of
 from msrun.parallel.torch_compat import eagerly, is_in_backward, write_count
 
@@ -446,7 +446,7 @@ class DecisionTrace(TorchFunctionMode):
         number, *noted = getattr(tensor, _DEPENDENCE, (None,))
         if number == self._number:
             return Dependence(*noted[1:]) if noted[0] == write_count(tensor) else None
-        return Dependence(is_value=True) if is_passed(tensor.grad_fn) else None
+        return Dependence(is_value=True) if is_passed(grad_fn_of(tensor)) else None
 
 
 def _dependence_of(

@@ -27,6 +27,7 @@ from torch import Tensor
 from msrun.parallel.local import takes_gradients
 from msrun.parallel.losses.calls.marks import Mark, Mixture, Outcome, Rule, TorchCall
 from msrun.parallel.losses.calls.orders import with_order
+from msrun.parallel.losses.notes import grad_fn_of
 from msrun.parallel.losses.sample_dims import is_elementwise, result_of
 from msrun.parallel.losses.torch_calls import of_values, tensors_of
 
@@ -119,7 +120,7 @@ def failure_of(call: TorchCall, parts: int) -> str:
     most = call.samples * parts  # samples of the whole batch, if all parts have as many
     given = tensors_of((*call.args, *call.kwargs.values()))
     if len(inputs) == 1:  # weights and samples may have as many features by chance
-        given = [x for x in given if x.grad_fn and not _inputs(call.mark(x) or Mark(None))]
+        given = [x for x in given if grad_fn_of(x) and not _inputs(call.mark(x) or Mark(None))]
     has_all = any(
         most - parts < length <= most and not (mark and dim in (mark.dim, mark.across))
         for x, mark in ((x, call.mark(x)) for x in given)
