@@ -44,7 +44,7 @@ class Mixture(NamedTuple):
         name: Of what it is, with its line.
         hint: What to do, if that is special.
         of_parts: Whether only micro-batches mix them, and not the batches of ranks.
-        place: Which whole numbers it made that are right as an index: counts or an order, or
+        place: Which numbers it made that are right as an index: counts or an order, or
             positions in the batch, which are right beside each other as well.
         is_sure: Whether it is known that samples were mixed.
         unless_counted: Whether it is right in a sum that a script returns with its count.
@@ -53,7 +53,7 @@ class Mixture(NamedTuple):
     name: str
     hint: str = ""
     of_parts: bool = False
-    place: Literal["", "count", "position"] = ""
+    place: Literal["", "count", "real count", "position"] = ""
     is_sure: bool = True
     unless_counted: bool = False
 

@@ -13,7 +13,7 @@ that others look at, and what it writes is a mask of samples that were chosen.
 from __future__ import annotations
 
 from collections.abc import Callable, Mapping, Sequence
-from typing import Any
+from typing import Any, Final
 
 import torch
 from torch import Tensor
@@ -44,6 +44,11 @@ _INDEX_AT: Mapping[str, tuple[tuple[int, ...], tuple[str, ...]]] = {
 }
 
 
+# On the CPU `histc` counts real numbers alone: a count goes through these as one.
+_REAL: Final = "real count"
+_REAL_FORMS = frozenset(["float", "double", "to", "type", "histc", "cumsum"])
+
+
 def handed_on(
     name: str,
     args: Sequence[Any],
@@ -64,6 +69,8 @@ def handed_on(
     places = {id(x) for x in _indices(name, args, kwargs)} if found else ()
     left = (each for x, each in found if not (each.place and id(x) in places))
     mixture = next(left, None)
+    if mixture and (mixture.place == _REAL or (mixture.place == "count" and name in _REAL_FORMS)):
+        mixture = mixture._replace(place=_REAL if name in _REAL_FORMS else "")
     if mixture and name in _FINDING and not mixture.place:
         return mixture._replace(place="count")
     return mixture
@@ -73,8 +80,12 @@ def of_result(mixture: Mixture, result: Tensor) -> Mixture | None:
     """Return a mixture that was handed on to `result`: flags and real numbers are no places."""
     if result.dtype == torch.bool and mixture.place == "position":
         return None  # such as those of the diagonal
-    is_whole = not (takes_gradients(result) or result.dtype == torch.bool)
-    return mixture if is_whole else mixture._replace(place="")
+    if result.dtype == torch.bool:
+        return mixture._replace(place="")
+    is_real = mixture.place == _REAL
+    if takes_gradients(result):
+        return mixture if is_real else mixture._replace(place="")
+    return mixture._replace(place="count") if is_real else mixture
 
 
 def _indices(name: str, args: Sequence[Any], kwargs: Mapping[str, Any]) -> list[Tensor]:
