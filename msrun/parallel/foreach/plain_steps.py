@@ -30,6 +30,7 @@ from torch.optim.optimizer import register_optimizer_step_pre_hook
 from torch.utils.hooks import RemovableHandle
 
 from msrun.errors import ModelError
+from msrun.parallel.frames import variables_of
 from msrun.parallel.local import is_sharded
 
 _TORCH, _OWN = Path(torch.__file__).parent, Path(__file__).parents[2]
@@ -240,7 +241,7 @@ def _caller() -> FrameType | None:
 def _variables(frame: FrameType | None) -> Iterator[tuple[str, Any]]:
     """Return the variables of `frame` and its callers, with their names."""
     while frame is not None:
-        yield from [*frame.f_locals.items(), *frame.f_globals.items()]
+        yield from [*variables_of(frame).items(), *frame.f_globals.items()]
         frame = frame.f_back
 
 

@@ -114,11 +114,11 @@ class Watchdog:
         self._place: tuple[int, int] | None = None
         self._looks = self._full = 0
         self._closed = threading.Event()
+        own = weakref.ref(self)
+        self._thread = threading.Thread(target=_run, args=(own, self._closed), daemon=True)
+        self._thread.name = "msrun-watchdog"
         if self._store is not None:
-            own = weakref.ref(self)
-            run = threading.Thread(target=_run, args=(own, self._closed), daemon=True)
-            run.name = "msrun-watchdog"
-            run.start()
+            self._thread.start()
             self._unhook = _explain_uncaught(own)
 
     def watch(self, model: nn.Module, scope: Scope, order: CollectiveOrder | None) -> None:
@@ -230,6 +230,8 @@ class Watchdog:
             self._kind = "ended"
             with contextlib.suppress(RuntimeError):
                 self._tell(self._store, self._here())
+            if threading.current_thread() is not self._thread:
+                self._thread.join(_LOOK_SECONDS)
 
     def look(self) -> None:
         """Look at the script, and end the process if all ranks wait for good; once a second."""

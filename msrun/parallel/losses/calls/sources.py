@@ -20,6 +20,7 @@ from typing import Any, NamedTuple
 
 import torch
 
+from msrun.parallel.frames import variables_of
 from msrun.parallel.losses.calls.marks import Mixture
 
 SIZE = Mixture("the number of samples")
@@ -157,7 +158,7 @@ class Sources:
             return None
         while frame.f_code.co_name in _INNER and frame.f_back:
             frame = frame.f_back
-        values = frame.f_locals
+        values = variables_of(frame)
         arguments = [x for x in _parameters(function) if type(values.get(x)) in (int, float)]
         # Only arguments that lead to one of the expressions are looked for in the caller.
         for name in arguments:
