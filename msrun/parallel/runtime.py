@@ -822,7 +822,7 @@ class Runtime:
         if self._plain_steps:
             self._plain_steps.end()
         if self._plain_losses:
-            self._plain_losses.drop()
+            self._plain_losses.end()
         if self._remote:
             self._remote.close()
         if self.config.verify and self.is_main:

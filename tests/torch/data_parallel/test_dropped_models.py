@@ -9,6 +9,7 @@ from ranks import MODELS, OPTIMIZERS, batches, build, run_warm
 
 import msrun
 from msrun.errors import UsageError
+from msrun.parallel.torch_compat import is_watched
 
 pytestmark = pytest.mark.torch
 
@@ -70,9 +71,9 @@ def train_after_close():
     loss = MODELS["mlp"][1](network(x), y)
     with pytest.raises(UsageError) as caught:
         loss.backward()
-    return caught.value.message
+    return caught.value.message, is_watched()
 
 
-def test_a_backward_pass_after_the_runtime_is_refused():
+def test_a_backward_pass_after_the_runtime_is_refused_and_nothing_looks_at_it():
     sentence = "the runtime that reduces the gradients of this model was closed"
-    assert run_warm(train_after_close, 2) == [sentence] * 2
+    assert run_warm(train_after_close, 2) == [(sentence, False)] * 2

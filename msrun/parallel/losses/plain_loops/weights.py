@@ -97,7 +97,7 @@ class PlainLosses:
 
     def __init__(self) -> None:
         self._steps = 0
-        self._is_paused = False
+        self._is_paused = self._has_ended = False
         self._has_gradients = False  # by parameters, which nothing has averaged
         self._follows_data = False
         self._window: _Window | None = None
@@ -137,6 +137,8 @@ class PlainLosses:
         window.take(tensors)
 
     def _is_due(self, model: nn.Module) -> bool:
+        if self._has_ended:
+            return False
         return self._is_regular() or (self._follows_data and not _has_compiled(model))
 
     def _is_regular(self) -> bool:
@@ -204,6 +206,11 @@ class PlainLosses:
         self._close()
         self._found.clear()
         self._outside.clear()
+
+    def end(self) -> None:
+        """Look no more, whatever a script calls without its runtime."""
+        self.drop()
+        self._has_ended = True
 
     @contextlib.contextmanager
     def paused(self) -> Iterator[None]:
