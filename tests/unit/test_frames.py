@@ -4,7 +4,7 @@ import gc
 import sys
 import weakref
 
-from msrun.parallel.frames import variables_of
+from msrun.parallel.foreach.frames import variables_of
 
 
 class Thing:

@@ -30,7 +30,7 @@ from torch.optim.optimizer import register_optimizer_step_pre_hook
 from torch.utils.hooks import RemovableHandle
 
 from msrun.errors import ModelError
-from msrun.parallel.frames import variables_of
+from msrun.parallel.foreach.frames import variables_of
 from msrun.parallel.local import is_sharded
 
 _TORCH, _OWN = Path(torch.__file__).parent, Path(__file__).parents[2]

@@ -20,7 +20,7 @@ from typing import Any, NamedTuple
 
 import torch
 
-from msrun.parallel.frames import variables_of
+from msrun.parallel.foreach.frames import variables_of
 from msrun.parallel.losses.calls.marks import Mixture
 
 SIZE = Mixture("the number of samples")
