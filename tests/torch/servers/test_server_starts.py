@@ -203,11 +203,11 @@ def look_up(begun):
 def test_ranks_find_a_server_that_was_killed_before_they_reached_it(tmp_path, monkeypatch):
     begun = tmp_path / "begun"
     with (
-        socket.create_server(("127.0.0.1", 0)) as taken,
+        socket.socket() as taken,
         serving(tmp_path, monkeypatch, 1, 1, numbers=[]) as job,
     ):
+        taken.bind(("127.0.0.1", 0))  # nobody listens there, or may
         _, port = taken.getsockname()
-        taken.close()
         job.store.set("msrun_servers/0", f"{port} 127.0.0.1")  # of its first life
 
         def start():
