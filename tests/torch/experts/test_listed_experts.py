@@ -1,11 +1,10 @@
 """Experts that are a `ModuleList` train on ranks of their own as in one process, unmodified."""
 
 import copy
-import datetime as dt
 
 import pytest
 import torch
-import torch.distributed as dist
+from delayed_rows import Delayed
 from lists import LISTS, Expert, Loop
 from mixtures import (
     CHOICES,
@@ -147,36 +146,6 @@ def test_ranks_have_unlike_numbers_of_experts():
     config = {"mesh": {"ep": 2}, "plan": [RULE]}
     found = run_warm(differences, 2, ["three"], config)
     assert found == [{"three": pytest.approx(0, abs=2e-6)}] * 2
-
-
-class Delayed:
-    """Lets rows of rank 1 leave only once the shared expert of rank 0 runs, and gradients so too.
-
-    Args:
-        path: Of a file that both ranks see.
-    """
-
-    def __init__(self, path):
-        self.store, self.begun, self.beside, self.waited = dist.FileStore(path, 2), 0, 0, 0
-
-    def watch(self, experts):
-        """Watch the shared expert, forward and backward."""
-        experts.shared.register_forward_pre_hook(lambda *_: self.compute())
-        experts.shared.register_full_backward_hook(lambda *_: self.compute())
-
-    def compute(self):
-        if self.begun > self.beside and dist.get_rank() == 0:
-            self.beside = self.begun
-            self.store.set(str(self.begun), "")
-
-    def dispatch(self, func, _, args, kwargs):
-        if "all_to_all_single" in func.name():
-            self.begun += 1
-            # Counts, rows, results; the gradients of results, of rows.
-            if dist.get_rank() == 1 and self.begun in (2, 5):
-                self.store.wait([str(self.begun)], dt.timedelta(seconds=30))
-                self.waited += 1
-        return func(*args, **kwargs)
 
 
 def overlapped(path):
