@@ -1695,25 +1695,38 @@ def watch_written_views(keep: Callable[[Any, Any], None]) -> None:
 
     kind: Any = DTensor
     dispatcher = kind._op_dispatcher  # noqa: SLF001 - there is no public form
-    plain = dispatcher._dispatch_fast_path_python_tail  # noqa: SLF001
+    # Where C++ dispatches, it calls the first for functions that write; older torch has the other.
+    tail_name = "_dispatch_fast_path_python_tail"
+    name = tail_name if hasattr(dispatcher, tail_name) else "dispatch"
+    plain = getattr(dispatcher, name)
 
     def tail(operator: Any, args: tuple[Any, ...], kwargs: dict[str, Any], *rest: Any) -> Any:
         result = plain(operator, args, kwargs, *rest)
-        *_, is_in_place, is_out = rest
-        if is_in_place or is_out:
-            written = args[0] if is_in_place else tuple(kwargs.values())
-            for view in written if isinstance(written, list | tuple) else (written,):
+        for place, key in _written_arguments(operator):
+            value = args[place] if place < len(args) else kwargs.get(key)
+            for view in value if isinstance(value, list | tuple) else (value,):
                 if isinstance(view, kind) and view._is_view():  # noqa: SLF001 - no public form
                     base = view._base  # noqa: SLF001
                     if isinstance(base, kind) and _is_copy(view, base):
                         keep(view, base)
         return result
 
-    dispatcher._dispatch_fast_path_python_tail = tail  # noqa: SLF001
+    setattr(dispatcher, name, tail)
     # As `param[0] = 1.0` has it.
     fill = torch.ops.aten.fill_
     dispatcher._custom_op_handlers[fill.Tensor] = lambda _, args, __: fill.Scalar(  # noqa: SLF001
         args[0], args[1].item()
+    )
+
+
+@cache
+def _written_arguments(operator: Any) -> tuple[tuple[int, str], ...]:
+    """Return the places and names of the arguments that `operator` writes."""
+    arguments = operator._schema.arguments  # noqa: SLF001 - there is no public form
+    return tuple(
+        (place, argument.name)
+        for place, argument in enumerate(arguments)
+        if argument.alias_info and argument.alias_info.is_write
     )
 
 
