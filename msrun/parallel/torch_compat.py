@@ -1682,6 +1682,30 @@ def replace_element_methods(
     return True
 
 
+def make_plain(is_plain: Callable[[Any, torch.Size], bool]) -> None:
+    """Have `new_zeros` and the like of DTensors return plain tensors where `is_plain` says so.
+
+    Args:
+        is_plain: Gets the DTensor, and the shape of what is made.
+    """
+    from torch.distributed.tensor import DTensor
+
+    kind: Any = DTensor
+    for name in ("new_zeros", "new_ones", "new_full", "new_empty"):
+        setattr(kind, name, _making_method(name, is_plain))
+
+
+def _making_method(name: str, is_plain: Callable[[Any, torch.Size], bool]) -> Callable[..., Any]:
+    plain = getattr(Tensor, name)
+
+    @wraps(plain)
+    def method(self: Any, *args: Any, **kwargs: Any) -> Any:
+        made = plain(self.to_local().detach(), *args, **kwargs)
+        return made if is_plain(self, made.shape) else plain(self, *args, **kwargs)
+
+    return method
+
+
 def watch_written_views(keep: Callable[[Any, Any], None]) -> None:
     """Call `keep(view, base)` for each DTensor that a function wrote, if that is lost for its base.
 

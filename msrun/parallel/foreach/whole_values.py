@@ -46,6 +46,8 @@ _ELEMENTS = 4096
 _GIVEN_MAX = 256
 _CALLS = frozenset(["_call_impl", "_wrapped_call_impl"])
 _MODULE = nn.Module.__call__.__code__.co_filename
+_STEPS = frozenset(["wrapper"])
+_OPTIMIZER = torch.optim.Optimizer.__init__.__code__.co_filename
 _LIBRARIES = (Path(torch.__file__).parent, Path(__file__).parents[2])
 _SHARDED = "sharded parameter, gradient or activation"
 # What torch says of a script that computes with sharded tensors -> what it cannot do.
@@ -77,6 +79,7 @@ def support_values(part_of: PartOf) -> None:
     _part_of[:] = [part_of]
     if torch_compat.replace_element_methods(_take, _drawn, _note_number, full_tensor):
         torch_compat.watch_written_views(_keep_written)
+        torch_compat.make_plain(_is_of_samples)
         for name in _WHOLE_FILLS:
             _fill_whole(name)
         before = sys.excepthook
@@ -281,12 +284,28 @@ def _generators_of_first(like: DTensor) -> Iterator[None]:
             set_torch_states(own, device)
 
 
+def _is_of_samples(like: DTensor, shape: torch.Size) -> bool:
+    """Return whether what is made of the kind of `like` is for samples, as a first hidden state is.
+
+    An optimizer makes its state so.  Activations of a model have other axes than those of ZeRO.
+    """
+    if shape == like.shape or _runs(_STEPS, _OPTIMIZER):
+        return False
+    names = like.device_mesh.mesh_dim_names or ()
+    return all(name in _DATA_AXES for name in names) or not _is_in_model()
+
+
 def _is_in_model() -> bool:
     """Return whether a module is running."""
+    return _runs(_CALLS, _MODULE)
+
+
+def _runs(names: frozenset[str], path: str) -> bool:
+    """Return whether a function of these names in a file is running."""
     frame: FrameType | None = sys._getframe(2)  # noqa: SLF001 - a traceback would cost more
     while frame is not None:
         code = frame.f_code
-        if code.co_name in _CALLS and code.co_filename == _MODULE:
+        if code.co_name in names and code.co_filename == path:
             return True
         frame = frame.f_back
     return False

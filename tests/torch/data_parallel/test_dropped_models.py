@@ -22,14 +22,14 @@ PATIENCE = 10  # a thread that was joined is still listed until the kernel has e
 def names_of_new_threads(before):
     """Return the names of threads that stay beside those of `before`."""
     deadline = time.monotonic() + PATIENCE
-    while (new := {*os.listdir(THREADS)} - before) and time.monotonic() < deadline:
+    while (new := {*THREADS.iterdir()} - before) and time.monotonic() < deadline:
         os.sched_yield()
-    return sorted(THREADS.joinpath(each, "comm").read_text().strip() for each in new)
+    return sorted(each.joinpath("comm").read_text().strip() for each in new)
 
 
 def left_behind(config):
     """Train a model and drop it; return whether its weights are left, and the new threads."""
-    threads = {*os.listdir(THREADS)}
+    threads = {*THREADS.iterdir()}
     runtime = msrun.init(config)
     network = runtime.shard(build("mlp"))
     weight = weakref.ref(next(network.parameters()))

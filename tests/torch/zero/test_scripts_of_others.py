@@ -1,9 +1,12 @@
 """What scripts do to gradients and weights by hand, which ZeRO keeps in other tensors."""
 
+from functools import partial
+
 import pytest
 import torch
 from ranks import assert_equal_curves, batches, build, run_warm
 from test_grid import zero
+from torch import nn
 from torch.func import functional_call
 from torch.nn import functional
 
@@ -137,3 +140,65 @@ def cast(config):
 def test_another_type_after_shard_is_refused(level):
     for said in run_warm(cast, 2, LEVELS[level]):
         assert "or has another type, as in torch.func.functional_call or after model.to" in said
+
+
+class Recurrent(nn.Module):
+    """Its first hidden state is made like a parameter, as in torch's examples."""
+
+    def __init__(self):
+        super().__init__()
+        self.cells = nn.LSTM(16, 16, batch_first=True)
+        self.head = nn.Linear(16, 10)
+
+    def first_state(self, samples):
+        weight = next(self.parameters())
+        return weight.new_zeros(1, samples, 16), weight.data.new_full((1, samples, 16), 0.5)
+
+    def forward(self, x, state=None):
+        outputs, state = self.cells(x, state or self.first_state(len(x)))
+        return self.head(outputs[:, -1]), state
+
+
+def carried(config, *, starts_outside):
+    """Train by hand on states that steps hand on; return losses."""
+    rt = msrun.init(config)
+    torch.manual_seed(0)
+    network = rt.shard(Recurrent())
+    update = rt.optimizer(torch.optim.Adam(network.parameters(), lr=0.05))
+    state, losses = None, []
+    for x, y in parts(rt):
+        if starts_outside and state is None:
+            state = network.first_state(len(x))
+        outputs, state = network(x.unsqueeze(1), state)
+        state = tuple(each.detach() for each in state)
+        loss = functional.cross_entropy(outputs, y)
+        loss.backward()
+        update.step()
+        update.zero_grad()
+        losses.append(rt.mean_over_data(loss).item())
+    return losses
+
+
+def is_made(config):
+    """Return whether what a script makes of a parameter's kind is plain, by shapes."""
+    rt = msrun.init(config)
+    weight = rt.shard(build("mlp")).fc1.weight
+    shapes = ((2, 3), weight.shape)
+    return [type(weight.new_zeros(shape)) is torch.Tensor for shape in shapes]
+
+
+# The layer returns views, which nothing writes.
+@pytest.mark.filterwarnings("ignore:FSDP2-wrapped module")
+@pytest.mark.parametrize("starts_outside", [True, False])
+@pytest.mark.parametrize("level", ["zero 1", "zero 3"])
+def test_first_states_are_made_like_parameters(level, starts_outside):
+    expected = run_warm(partial(carried, starts_outside=starts_outside), 1, {})[0]
+
+    found = run_warm(partial(carried, starts_outside=starts_outside), 2, LEVELS[level])
+    assert_equal_curves(found, expected)
+
+
+def test_what_has_the_shape_of_a_parameter_is_sharded():
+    plan = [{"match": "fc1", "style": "colwise"}, {"match": "fc2", "style": "rowwise"}]
+    for config in (zero(3), {"mesh": {"tp": 2}, "plan": plan}):
+        assert run_warm(is_made, 2, config) == [[True, False]] * 2
