@@ -45,16 +45,18 @@ class RowTerms(LinkedTerms):
     def _sums(self, name: str, args: tuple[Any, ...]) -> list[Term]:
         """Return the sums over the batch that a function adds up, or collects; else nothing."""
         parts: Sequence[Any] = ()
-        if name in torch_calls.ADDING or name in torch_calls.ADDING_IN_PLACE:
+        adds = name in torch_calls.ADDING or name in torch_calls.ADDING_IN_PLACE
+        if adds or name in torch_calls.SUBTRACTING:
             parts = args
         elif name == "stack" and isinstance(args[0], tuple | list):
             parts = args[0]
         found, rows = [], []
         for part in parts:
             term = self._own_term(part) if isinstance(part, Tensor) else None
-            if term and term.is_sum and not term.is_scaled and term.limit == NO_LIMIT:
+            is_plain = term is not None and not (term.is_scaled and name == "stack")
+            if term and is_plain and term.is_sum and not term.is_by_hand and term.limit == NO_LIMIT:
                 found.append(term)
-            elif name != "stack" and self._is_of_rows(part, term):
+            elif adds and self._is_of_rows(part, term):
                 rows.append(part)
             elif not torch_calls.is_zero(part) or name == "stack":
                 return []

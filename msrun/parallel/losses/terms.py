@@ -82,11 +82,21 @@ class Term:
 
 
 def sum_of(sums: Sequence[Term], total: Tensor, columns: Columns) -> Term:
-    """Return the term of the sum of `sums`, or of their collection."""
+    """Return the term of the sum of `sums`, or of their collection.
+
+    Of a sum and a scaled one, as `a + 0.5 * b`, all is the sum if a number divides it.
+    """
     known = all(term.elements for term in sums)
     elements = sum(term.elements for term in sums) if known else 0
-    name = sums[0].name
-    return Term(name=name, total=total, elements=elements, columns=columns)
+    first = min(sums, key=lambda term: term.is_scaled)
+    return Term(
+        name=first.name,
+        total=total,
+        elements=elements,
+        columns=columns,
+        is_scaled=any(term.is_scaled for term in sums),
+        factor=first.factor,
+    )
 
 
 @dataclass(frozen=True, slots=True, kw_only=True, eq=False)

@@ -37,6 +37,7 @@ MULTIPLYING = frozenset(["mul", "multiply", "__mul__", "__rmul__"])
 LIMITING = frozenset(["clamp", "clip", "clamp_min"])
 ADDING = frozenset(["add", "__add__", "__radd__"])
 ADDING_IN_PLACE = frozenset(["__iadd__", "add_"])
+SUBTRACTING = frozenset(["sub", "__sub__", "subtract", "rsub", "__rsub__", "__isub__", "sub_"])
 # How many elements their result has depends on values.
 FINDING = frozenset(["nonzero", "argwhere"])
 # Their result has the values of their first argument.

@@ -342,6 +342,10 @@ def coded(x, terms):
     if terms == "inside":
         return rebuilt + (-0.5 * divergence).sum()
     loss = rebuilt - 0.5 * divergence.sum()
+    if terms == "mean":
+        return loss / x.size(0)
+    if terms == "over pixels":
+        return loss / 784
     return (loss, len(x)) if terms == "pair" else loss
 
 
@@ -368,7 +372,12 @@ def test_a_sum_with_a_factor_outside_says_where_to_put_it():
         assert "return (loss, samples)" in hint
 
 
-@pytest.mark.parametrize("terms", ["inside", "pair"])
+def test_sums_over_another_number_are_refused_as_well():
+    for message, _ in run_warm(autoencoded, 2, {}, "over pixels"):
+        assert message.startswith("the loss is a function of binary_cross_entropy")
+
+
+@pytest.mark.parametrize("terms", ["inside", "pair", "mean"])
 @pytest.mark.parametrize("config", [{}, {"accumulate": 2}])
 def test_what_the_hint_says_trains_as_one_process(config, terms):
     [expected] = run_warm(autoencoded, 1, {}, terms)

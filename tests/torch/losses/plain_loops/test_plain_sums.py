@@ -82,6 +82,15 @@ def divided(output, y, mean):
     (-log_probs(output, y).sum() / count).backward()
 
 
+def divided_together(output, y, _):
+    """Divide two sums, one of which has a factor, by the samples, as a variational autoencoder."""
+    ((0.1 * output.square().sum() - log_probs(output, y).sum()) / len(y)).backward()
+
+
+def over_pixels(output, y, _):
+    ((0.1 * output.square().sum() - log_probs(output, y).sum()) / 784).backward()
+
+
 def apart(output, *_):
     """Push samples away from each other."""
     (-torch.cdist(output[:, :3], output[:, :3]).mean()).backward()
@@ -138,6 +147,7 @@ def test_sums_of_ranks_are_refused(backward, name):
     ("backward", "said"),
     [
         (scaled, ["is a sum over a part of the batch (sum) times -4, and ranks average"]),
+        (over_pixels, ["is a sum over a part of the batch (sum) times 0.00127551, and ranks"]),
         (
             by_scaled_gradient,
             ["is a sum over a part of the batch (a loss of each sample) times 0.5"],
@@ -160,7 +170,14 @@ def test_what_is_of_a_part_of_the_batch_is_a_warning(backward, said):
 
 
 @pytest.mark.parametrize(
-    "backward", [above_baseline_of_all, by_gradient_of_mean, by_autograd_of_means, divided]
+    "backward",
+    [
+        above_baseline_of_all,
+        by_gradient_of_mean,
+        by_autograd_of_means,
+        divided,
+        divided_together,
+    ],
 )
 def test_what_all_ranks_have_is_right(backward):
     expected, _ = run_warm(job, 1, backward)[0]
