@@ -9,7 +9,6 @@ from __future__ import annotations
 
 import inspect
 import io
-import itertools
 import json
 import logging
 import sys
@@ -516,6 +515,9 @@ def reduce_sharded(model: FSDPModule) -> None:
 
 
 _RELEASES_COMPARED, _EVERY_RELEASES = 4, 100
+# By the bytes of an element.
+_INTEGERS = {1: torch.uint8, 2: torch.int16, 4: torch.int32, 8: torch.int64}
+_left_alone: list[bool] = []  # while something else than a step is differentiated
 
 
 def watch_units(
@@ -558,11 +560,49 @@ def watch_units(
     for name, module in model.named_modules():  # type: ignore[attr-defined]  # it is both
         if isinstance(module, FSDPModule):
             state: Any = fully_shard.state(module)  # type: ignore[attr-defined]
+            state._pre_backward = _unless_left_alone(state._pre_backward)  # noqa: SLF001
             for group in state._fsdp_param_groups:  # noqa: SLF001
                 check = partial(_check_gradients, group, sparse, changed, completed)
                 _before_gather(group, partial(gathering, name))
                 _watch_unit(group, partial(gathered, name), reduced, check, differentiated)
+                group.post_backward = _unless_left_alone(group.post_backward)
                 _keep_what_is_written(group, written, kept)
+
+
+@contextmanager
+def units_left_alone() -> Iterator[None]:
+    """Differentiate inside without a gather or reduction: it is no backward pass of a step.
+
+    Outputs of units of `fully_shard` have hooks that begin one, also those inside of a model.
+    """
+    _left_alone.append(True)
+    try:
+        yield
+    finally:
+        _left_alone.pop()
+
+
+def are_units_left_alone() -> bool:
+    """Return whether something else than a step is differentiated now."""
+    return bool(_left_alone)
+
+
+def _unless_left_alone(hook: Callable[..., Any]) -> Callable[..., Any]:
+    return lambda *given: (*given, None)[0] if _left_alone else hook(*given)
+
+
+class _Gathered(NamedTuple):
+    """What is known of parameters since they were gathered.
+
+    Args:
+        counts: Of writes.
+        memories: What is gathered into; `param.data = tensor` takes another one.
+        sums: Of the values, to compare these where no count says so; or nothing.
+    """
+
+    counts: list[tuple[int, int]]
+    memories: list[Tensor]
+    sums: list[Tensor]
 
 
 def _keep_what_is_written(
@@ -570,30 +610,32 @@ def _keep_what_is_written(
 ) -> None:
     """Have shards get what a script writes to gathered parameters, as in its forward.
 
-    A write through `param.data` counts for no tensor, so values are compared in the first releases,
-    and now and then later: on an accelerator the host waits for that.
+    A write through `param.data` counts for no tensor, so sums of values are compared in the first
+    releases, and now and then later: on an accelerator the host waits for that.  They are sums of
+    whole parameters, so all ranks find the same.
     """
     wait_for_unshard, to_sharded = group.wait_for_unshard, group._to_sharded  # noqa: SLF001
-    counts: list[tuple[int, int]] = []
-    memories: list[Tensor] = []
-    releases = itertools.count(1)
+    own = _Gathered([], [], [])
+    released = [0]
     wrote: list[bool] = []
 
     def counting_wait_for_unshard() -> None:
         is_gathered_anew = group._all_gather_result is not None  # noqa: SLF001
         wait_for_unshard()
         if is_gathered_anew:
-            counts[:] = _write_counts(group)
+            own.counts[:] = _write_counts(group)
+            is_due = released[0] < _RELEASES_COMPARED or not (released[0] + 1) % _EVERY_RELEASES
+            params = group.fsdp_params if wrote or is_due else ()
+            own.sums[:] = [_sum_of_bits(param._unsharded_param) for param in params]  # noqa: SLF001
         # What an evaluation in inference mode gathered may still be there for the next step.
-        if counts and not (memories or torch.is_inference_mode_enabled()):
-            memories[:] = [param._unsharded_param.data for param in group.fsdp_params]  # noqa: SLF001
+        if own.counts and not (own.memories or torch.is_inference_mode_enabled()):
+            own.memories[:] = [param._unsharded_param.data for param in group.fsdp_params]  # noqa: SLF001
 
     def keeping_to_sharded() -> None:
         # Evaluation in inference mode writes no parameter, and its tensors take no other memory.
-        if not group.is_sharded and memories and not torch.is_inference_mode_enabled():
-            number = next(releases)
-            looks = bool(wrote) or number <= _RELEASES_COMPARED or not number % _EVERY_RELEASES
-            if _keep_writes(group, counts, memories, written, kept, looks=looks):
+        if not group.is_sharded and own.memories and not torch.is_inference_mode_enabled():
+            released[0] += 1
+            if _keep_writes(group, own, written, kept):
                 wrote[:] = [True]
         to_sharded()
 
@@ -624,61 +666,61 @@ def writes_to_frozen(model: nn.Module) -> dict[str, int]:
 @torch.no_grad()
 def _keep_writes(
     group: Any,
-    counts: list[tuple[int, int]],
-    memories: Sequence[Tensor],
+    gathered: _Gathered,
     written: Callable[[str], None],
     kept: Callable[[Tensor], None],
-    *,
-    looks: bool,
 ) -> bool:
     """Give shards what was written to gathered parameters, which are released next.
 
     Args:
         group: Of parameters.
-        counts: Of writes, when they were gathered.
-        memories: What is gathered into; `param.data = tensor` takes another one.
+        gathered: What is known since they were gathered.
         written: Gets the name of one in another type than its shard.
         kept: Gets each that was written.
-        looks: Whether to compare values where no count says so.
 
     Returns:
         Whether one was written that no count is of.
     """
-    found = False
-    every = zip(group.fsdp_params, counts, _write_counts(group), memories, strict=True)
-    for param, before, now, memory in every:
+    found, sums, counts = False, gathered.sums, _write_counts(group)
+    every = zip(group.fsdp_params, gathered.counts, counts, gathered.memories, strict=True)
+    for index, (param, before, now, memory) in enumerate(every):
         whole = param._unsharded_param.detach()  # noqa: SLF001
         is_exchanged = whole.data_ptr() != memory.data_ptr()
         if is_exchanged:
             param._unsharded_param.data = memory  # noqa: SLF001
-        elif before == now and not looks:
+        elif before == now and not sums:
             continue
-        part = local_tensor(param.sharded_param)
-        dim, mesh = param.fsdp_placement.dim, param.mesh_info
-        local = whole.to_local() if hasattr(whole, "to_local") else whole
-        chunks = local.chunk(mesh.shard_mesh_size, dim)
-        own = chunks[mesh.shard_mesh_rank] if mesh.shard_mesh_rank < len(chunks) else None
         if before[0] == now[0] and not is_exchanged:
             # Else the script, or an optimizer of shards, has written those.
             is_of_shard = before[1] != now[1]
-            if is_of_shard or own is None or _is_equal(own, part):
+            if is_of_shard or not sums or torch.equal(_sum_of_bits(whole), sums[index]):
                 continue
             found = True
+        part = local_tensor(param.sharded_param)
         if whole.dtype != part.dtype or not part.is_floating_point():
             written(param._param_fqn)  # noqa: SLF001
             continue
-        if own is not None:
-            part.copy_(own)
+        local = _local(whole)
+        own = local.chunk(param.mesh_info.shard_mesh_size, param.fsdp_placement.dim)
+        if param.mesh_info.shard_mesh_rank < len(own):
+            part.copy_(own[param.mesh_info.shard_mesh_rank])
         kept(local)
         found |= is_exchanged
-    counts[:] = _write_counts(group)
+    gathered.counts[:] = _write_counts(group)
     return found
 
 
-def _is_equal(gathered: Tensor, part: Tensor) -> bool:
-    """Return whether a gathered parameter has the values of its shard, in its own type."""
-    part = part.to(gathered.device, gathered.dtype)
-    return gathered.shape != part.shape or torch.equal(gathered.nan_to_num(), part.nan_to_num())
+@torch.no_grad()
+def _sum_of_bits(gathered: Tensor) -> Tensor:
+    """Return a number of the values of a gathered parameter, and of where they are."""
+    flat = _local(gathered.detach()).reshape(-1)
+    bits = flat.view(_INTEGERS[min(flat.element_size(), 8)])
+    return torch.stack([part.sum(dtype=torch.int64) for part in (bits[::2], bits[1::2])])
+
+
+def _local(gathered: Tensor) -> Tensor:
+    part: Tensor = gathered.to_local() if hasattr(gathered, "to_local") else gathered
+    return part
 
 
 def before_gathers(model: nn.Module, call: Callable[[list[Any]], None]) -> None:

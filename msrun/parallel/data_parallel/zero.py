@@ -99,7 +99,8 @@ def units(config: ParallelConfig, model: nn.Module, planned: Collection[str]) ->
     if config.optimizer.modules:
         chosen = matching(config.optimizer.modules, list(modules), "optimizer.modules") - {""}
     else:
-        chosen = set(_blocks(model)) or {name for name, _ in model.named_children()}
+        # A module at several places has one name among them.
+        chosen = set(_blocks(model)) & modules.keys() or {n for n, _ in model.named_children()}
     for name in sorted(chosen) if config.optimizer.modules else ():
         if name in planned:
             raise ModelError(

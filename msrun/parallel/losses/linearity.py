@@ -2,16 +2,25 @@
 
 from __future__ import annotations
 
+import warnings
 from collections.abc import Sequence
 
 import torch
 from torch import Tensor
 
 from msrun.errors import ModelError
+from msrun.parallel.config import ROOT
 from msrun.parallel.losses.terms import Term
-from msrun.parallel.torch_compat import gradient_hooks
+from msrun.parallel.torch_compat import gradient_hooks, units_left_alone
 
 _HINT = "return (sum, count) of the terms of the loss, or the loss of a whole batch: see rt.gather"
+# What torch says of them.
+_RELEASED = "out of bounds for storage of size 0"
+_UNKNOWN = (
+    "msrun: ranks have not compared what samples weigh in this loss: the model hands a number of "
+    "it from one module that ZeRO 3 shards to the next; rt.step with "
+    f"`{ROOT}: {{verify: first_step}}` compares with one process"
+)
 
 
 def of_part(what: str, hint: str = "") -> ModelError:
@@ -56,8 +65,17 @@ def slopes_by(loss: Tensor, terms: Sequence[Term]) -> dict[Term, Tensor]:
 
 
 def derivatives(loss: Tensor, terms: Sequence[Term]) -> dict[Term, Tensor]:
-    """Return the same, with the graph of derivatives that are learned, as by a weight of a loss."""
-    slopes = _check_linear(loss, [term.value for term in terms], terms)
+    """Return the same, with the graph of derivatives that are learned, as by a weight of a loss.
+
+    A number that other units of ZeRO 3 have handed on has none: their parameters are released.
+    """
+    try:
+        slopes = _check_linear(loss, [term.value for term in terms], terms)
+    except RuntimeError as error:
+        if _RELEASED not in str(error):
+            raise
+        warnings.warn(_UNKNOWN, stacklevel=2)
+        return {}
     pairs = zip(terms, slopes, strict=True)
     return {term: slope for term, slope in pairs if slope is not None}
 
@@ -82,12 +100,11 @@ def _check_linear(
 
 def _gradients(value: Tensor, inputs: Sequence[Tensor]) -> Sequence[Tensor | None]:
     """Return the derivatives of `value`, which are differentiable; None where it has none."""
-    # `fully_shard` has a hook on each output of the model, which gathers parameters for a backward
-    # pass; this stops before it reaches one.
-    hooks, _ = gradient_hooks(value)
+    hooks, _ = gradient_hooks(value)  # those of the script are for its own backward pass
     kept = dict(hooks)
     hooks.clear()
     try:
-        return torch.autograd.grad(value, inputs, create_graph=True, allow_unused=True)
+        with units_left_alone():
+            return torch.autograd.grad(value, inputs, create_graph=True, allow_unused=True)
     finally:
         hooks.update(kept)

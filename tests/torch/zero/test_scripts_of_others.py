@@ -1,5 +1,6 @@
 """What scripts do to gradients and weights by hand, which ZeRO keeps in other tensors."""
 
+import warnings
 from functools import partial
 
 import pytest
@@ -202,3 +203,78 @@ def test_what_has_the_shape_of_a_parameter_is_sharded():
     plan = [{"match": "fc1", "style": "colwise"}, {"match": "fc2", "style": "rowwise"}]
     for config in (zero(3), {"mesh": {"tp": 2}, "plan": plan}):
         assert run_warm(is_made, 2, config) == [[True, False]] * 2
+
+
+class Codes(nn.Module):
+    """Writes its codes through `data` in a forward, and returns a loss of its own."""
+
+    def __init__(self):
+        super().__init__()
+        # Of one row, so that the first rank has all of it.
+        self.codes = nn.Parameter(torch.randn(1, 4, 16))
+        self.own = nn.Linear(16, 16)
+
+    def forward(self, h):
+        self.codes.data.copy_(self.codes.data * 0.9 + 0.01)
+        return h + self.codes.mean(1), functional.mse_loss(self.own(h), h.detach())
+
+
+class Head(nn.Module):
+    def __init__(self):
+        super().__init__()
+        self.layer = nn.Linear(16, 10)
+
+    def forward(self, h, aside):
+        return self.layer(h), aside
+
+
+class Coded(nn.Module):
+    """Each module is a unit; the last may hand on a number of another one."""
+
+    def __init__(self, hands_on):
+        super().__init__()
+        self.first, self.codes, self.head = nn.Linear(16, 16), Codes(), Head()
+        self.hands_on = hands_on
+
+    def forward(self, x):
+        h, aside = self.codes(self.first(x))
+        logits, handed = self.head(h, aside if self.hands_on else None)
+        return logits, handed if self.hands_on else aside
+
+
+def coded(config, hands_on):
+    """Train by hand with a loss that a unit returns; return losses, and what was said."""
+    rt = msrun.init(config)
+    torch.manual_seed(0)
+    network = rt.shard(Coded(hands_on))
+    update = rt.optimizer(torch.optim.SGD(network.parameters(), lr=0.05))
+    losses = []
+    with warnings.catch_warnings(record=True) as caught:
+        warnings.simplefilter("always")
+        for x, y in parts(rt):
+            logits, aside = network(x)
+            loss = functional.cross_entropy(logits, y) + 0.1 * aside
+            loss.backward()
+            update.step()
+            update.zero_grad()
+            losses.append(rt.mean_over_data(loss).item())
+    return losses, {str(one.message)[:56] for one in caught if "msrun" in str(one.message)}
+
+
+@pytest.mark.parametrize("level", ["zero 1", "zero 2", "zero 3"])
+def test_units_write_their_parameters_and_return_losses(level):
+    expected, _ = run_warm(coded, 1, {}, False)[0]  # noqa: FBT003
+
+    found = run_warm(coded, 2, LEVELS[level], False)  # noqa: FBT003
+    assert [said for _, said in found] == [set()] * 2
+    assert_equal_curves([losses for losses, _ in found], expected)
+
+
+def test_a_number_that_units_of_zero_3_hand_on_is_not_compared():
+    expected, _ = run_warm(coded, 1, {}, True)[0]  # noqa: FBT003
+
+    found = run_warm(coded, 2, zero(3), True)  # noqa: FBT003
+    assert [said for _, said in found] == [
+        {"msrun: ranks have not compared what samples weigh in thi"}
+    ] * 2
+    assert_equal_curves([losses for losses, _ in found], expected)

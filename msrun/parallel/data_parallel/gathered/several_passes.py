@@ -48,6 +48,8 @@ class SeveralPasses:
                 tensor.register_hook(partial(self._begin_backward, model))
 
     def _begin_backward(self, model: nn.Module, _: Tensor) -> None:
+        if torch_compat.are_units_left_alone():
+            return
         if torch_compat.keeps_graph():
             if not self._kept:  # by another output of the model
                 self._kept = [unit for unit in _units(model) if torch_compat.is_gathered(unit)]
