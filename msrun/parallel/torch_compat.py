@@ -40,6 +40,7 @@ if TYPE_CHECKING:
 # Their functions of autograd know what they get.
 _NOT_OWN = ("torch.", "msrun.")
 _REENTRANT = checkpoint.CheckpointFunction.forward.__code__
+_FROM_VECTOR = nn.utils.vector_to_parameters.__code__
 # How the file names of programs begin that torch writes for graphs.
 GENERATED = "<eval_with_key>"
 
@@ -1654,7 +1655,7 @@ def replace_element_methods(
     for name in _ELEMENT_METHODS.split():
         setattr(kind, name, _element_method(kind, name, take, number))
     handlers = kind._op_dispatcher._custom_op_handlers  # noqa: SLF001 - there is no public form
-    for operator in _drawing("rand_like randn_like randint_like bernoulli normal"):
+    for operator in _overloads("rand_like randn_like randint_like bernoulli normal"):
         handlers[operator] = draw
 
     def fill(op: Any, args: Any, kwargs: Any) -> Any:
@@ -1662,12 +1663,15 @@ def replace_element_methods(
         return args[0].copy_(drawn)
 
     in_place = "normal_ uniform_ bernoulli_ exponential_ geometric_ log_normal_ cauchy_ random_"
-    for operator in _drawing(in_place):
+    for operator in _overloads(in_place):
         handlers[operator] = fill
     data: Any = Tensor.data
 
     def write(self: Any, value: Tensor) -> None:
-        if isinstance(self, torch.nn.Parameter) or self.requires_grad or self.shape != value.shape:
+        is_param = isinstance(self, torch.nn.Parameter) or self.requires_grad
+        # It gives parameters slices of a vector that it leaves alone.
+        is_param &= sys._getframe(1).f_code is not _FROM_VECTOR  # noqa: SLF001 - imported by name
+        if is_param or self.shape != value.shape:
             data.__set__(self, value)
             return
         with torch.no_grad():
@@ -1702,13 +1706,9 @@ def watch_written_views(keep: Callable[[Any, Any], None]) -> None:
 
     def tail(operator: Any, args: tuple[Any, ...], kwargs: dict[str, Any], *rest: Any) -> Any:
         result = plain(operator, args, kwargs, *rest)
-        for place, key in _written_arguments(operator):
-            value = args[place] if place < len(args) else kwargs.get(key)
-            for view in value if isinstance(value, list | tuple) else (value,):
-                if isinstance(view, kind) and view._is_view():  # noqa: SLF001 - no public form
-                    base = view._base  # noqa: SLF001
-                    if isinstance(base, kind) and _is_copy(view, base):
-                        keep(view, base)
+        for written in _written(operator, args, kwargs):
+            if (base := lost_base(written)) is not None:
+                keep(written, base)
         return result
 
     setattr(dispatcher, name, tail)
@@ -1717,6 +1717,52 @@ def watch_written_views(keep: Callable[[Any, Any], None]) -> None:
     dispatcher._custom_op_handlers[fill.Tensor] = lambda _, args, __: fill.Scalar(  # noqa: SLF001
         args[0], args[1].item()
     )
+
+
+def replace_refused(names: str, compute: Callable[..., Any]) -> None:
+    """Have a function compute what operators refuse for DTensors.
+
+    Args:
+        names: Of operators, all of their overloads that return what they compute.
+        compute: Gets an operator that raised, its arguments, and the DTensors among them that it
+            writes; returns `NotImplemented` where the error is right.
+    """
+    from torch.distributed.tensor import DTensor
+
+    dispatcher: Any = DTensor._op_dispatcher  # noqa: SLF001 - there is no public form
+    handlers = dispatcher._custom_op_handlers  # noqa: SLF001
+
+    def handle(operator: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+        del handlers[operator]  # so that the call below is torch's own
+        try:
+            return operator(*args, **kwargs)
+        except (RuntimeError, IndexError):
+            result = compute(operator, args, kwargs, _written(operator, args, kwargs))
+            if result is NotImplemented:
+                raise
+            return result
+        finally:
+            handlers[operator] = handle
+
+    for operator in _overloads(names):
+        handlers[operator] = handle
+
+
+def _written(operator: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> list[Any]:
+    """Return the DTensors that a call of `operator` writes."""
+    from torch.distributed.tensor import DTensor
+
+    found: list[Any] = []
+    for place, key in _written_arguments(operator):
+        value = args[place] if place < len(args) else kwargs.get(key)
+        found += value if isinstance(value, list | tuple) else (value,)
+    return [value for value in found if isinstance(value, DTensor)]
+
+
+def lost_base(written: Any) -> Any | None:
+    """Return the DTensor of which `written` is a view, if what is written to it is lost there."""
+    base = written._base if written._is_view() else None  # noqa: SLF001 - there is no public form
+    return base if isinstance(base, type(written)) and _is_copy(written, base) else None
 
 
 @cache
@@ -1732,20 +1778,24 @@ def _written_arguments(operator: Any) -> tuple[tuple[int, str], ...]:
 
 def replicated(tensor: Any) -> Any:
     """Return a DTensor with a copy of all of `tensor` on each rank, of the same strides."""
-    from torch.distributed.tensor import DTensor, Replicate
-
     whole = torch.empty_strided(
         tensor.shape, tensor.stride(), dtype=tensor.dtype, device=local_tensor(tensor).device
     )
     whole.copy_(tensor.full_tensor())
-    mesh = tensor.device_mesh
+    return as_replicated(whole, tensor.device_mesh)
+
+
+def as_replicated(whole: Tensor, mesh: DeviceMesh) -> Any:
+    """Return a DTensor of which each rank of `mesh` has all, which is `whole`."""
+    from torch.distributed.tensor import DTensor, Replicate
+
     return DTensor.from_local(
         whole,
         mesh,
         [Replicate()] * mesh.ndim,
         run_check=False,
-        shape=tensor.shape,
-        stride=tensor.stride(),
+        shape=whole.shape,
+        stride=whole.stride(),
     )
 
 
@@ -1771,8 +1821,8 @@ def draws_by_values() -> frozenset[Any]:
     return frozenset([aten.bernoulli.default, *normals])
 
 
-def _drawing(names: str) -> Iterator[Any]:
-    """Return the operators that draw random numbers, of a name each, which write no argument."""
+def _overloads(names: str) -> Iterator[Any]:
+    """Yield the overloads of operators, by names, that have no argument `out`."""
     for packet in (getattr(torch.ops.aten, name) for name in names.split()):
         overloads = (getattr(packet, name) for name in packet.overloads())
         yield from (each for each in overloads if not each._schema.arguments[-1].is_out)  # noqa: SLF001 - there is no public form

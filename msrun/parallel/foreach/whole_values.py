@@ -53,6 +53,7 @@ _PROBLEMS = {
     "mixed torch.Tensor and DTensor": f"torch computes no plain tensor with a {_SHARDED} here",
     "does not have a sharding strategy": f"torch has no rule for this operator on a {_SHARDED}",
     ".numpy() is not supported for tensor subclasses": f"numpy takes no {_SHARDED}",
+    ".tolist() is not supported for tensor subclasses": f"a rank has a part of a {_SHARDED}",
 }
 _HINT = (
     "call full_tensor() of the sharded ones on all ranks, and write results with "
@@ -68,15 +69,19 @@ _numbers: list[Tensor] = []
 _part_of: list[PartOf] = []
 
 
-def support_values(part_of: PartOf) -> None:
+def support_values(part_of: PartOf) -> bool:
     """Have sharded tensors take plain ones from now on; a second call does nothing.
 
     Args:
         part_of: Returns this rank's part of a whole tensor, placed like a sharded one.
+
+    Returns:
+        Whether this is the first call.
     """
     _part_of[:] = [part_of]
-    if torch_compat.replace_element_methods(_take, _drawn, _note_number, full_tensor):
-        torch_compat.watch_written_views(_keep_written)
+    is_first = torch_compat.replace_element_methods(_take, _drawn, _note_number, full_tensor)
+    if is_first:
+        torch_compat.watch_written_views(keep_written)
         for name in _WHOLE_FILLS:
             _fill_whole(name)
         before = sys.excepthook
@@ -94,6 +99,7 @@ def support_values(part_of: PartOf) -> None:
                 before(kind, error, trace)
 
         sys.excepthook = show
+    return is_first
 
 
 def take_given() -> Tensor | None:
@@ -158,14 +164,20 @@ def _take(like: DTensor, value: Tensor) -> tuple[Tensor, Tensor]:
         value over all ranks; of another tensor this rank's part of `value`.
     """
     has_graph = torch.is_grad_enabled() and (like.requires_grad or value.requires_grad)
-    if has_graph or is_sharded(value) or not is_sharded(like) or _is_in_model():
+    if has_graph or is_sharded(value) or not is_sharded(like) or is_in_model():
         return like, value
     if not like.dim():
         return like.full_tensor(), value
     is_partial = any(placement.is_partial() for placement in like.placements)
-    if is_partial or value.shape != like.shape:
+    if is_partial or not _fits(value.shape, like.shape):
         return like, value
-    return like, _as_part(value, like)
+    return like, _as_part(value.expand(like.shape), like)
+
+
+def _fits(shape: torch.Size, whole: torch.Size) -> bool:
+    """Return whether a tensor of `shape` has a value for each element of one of `whole`."""
+    sizes = zip(reversed(shape), reversed(whole), strict=False)
+    return len(shape) <= len(whole) and all(own in (1, size) for own, size in sizes)
 
 
 def _note_number(like: DTensor, value: Tensor | float) -> None:
@@ -174,7 +186,7 @@ def _note_number(like: DTensor, value: Tensor | float) -> None:
     Each rank may have computed it from its own samples, as a loss, and no replicas would differ.
     """
     has_graph = torch.is_grad_enabled() and like.requires_grad
-    if has_graph or not _is_divided(like) or _is_in_model():
+    if has_graph or not is_divided(like) or is_in_model():
         return
     number = torch.as_tensor(value).detach().reshape(()).to(torch.float64, copy=True)
     _numbers.append(number.view(torch.int64))
@@ -182,7 +194,7 @@ def _note_number(like: DTensor, value: Tensor | float) -> None:
         _numbers[:] = [torch.stack([number.cpu() for number in _numbers]).sum()]
 
 
-def _is_divided(tensor: DTensor) -> bool:
+def is_divided(tensor: DTensor) -> bool:
     """Return whether data-parallel ranks have parts of `tensor`."""
     names = tensor.device_mesh.mesh_dim_names or ()
     placed = zip(names, tensor.placements, strict=False)
@@ -190,11 +202,17 @@ def _is_divided(tensor: DTensor) -> bool:
 
 
 def _as_part(value: Tensor, like: DTensor) -> DTensor:
+    note_given(value)
+    return placed(value.detach(), like)
+
+
+def note_given(value: Tensor) -> None:
+    """Note a plain tensor that this rank was given, to compare it with those of other ranks."""
     _note(_given, value)
-    return _placed(value.detach(), like)
 
 
-def _placed(whole: Tensor, like: DTensor) -> DTensor:
+def placed(whole: Tensor, like: DTensor) -> DTensor:
+    """Return `whole`, of which this rank has all, placed as `like`."""
     from torch.distributed.tensor import DTensor
 
     part = _part_of[0](whole, like)
@@ -219,13 +237,13 @@ def _drawn(operator: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> DTen
         given[0] = torch.empty(like.shape, dtype=like.dtype, device=local_part(like).device)
     given = [full_tensor(value) if isinstance(value, Tensor) else value for value in given]
     with _as_first(like, kwargs):
-        return _placed(operator(*given, **kwargs), like)
+        return placed(operator(*given, **kwargs), like)
 
 
 def _as_first(like: DTensor, kwargs: dict[str, Any]) -> contextlib.AbstractContextManager[None]:
     """Draw numbers inside that are the same on all ranks of `like`."""
     has_own = kwargs.get("generator") is not None
-    is_alike = has_own or not _is_divided(like) or _is_in_model()
+    is_alike = has_own or not is_divided(like) or is_in_model()
     return contextlib.nullcontext() if is_alike else _generators_of_first(like)
 
 
@@ -243,18 +261,18 @@ def _fill_whole(name: str) -> None:
         with _as_first(tensor, kwargs):
             plain(whole, *args, **kwargs)
         with torch.no_grad():
-            own.copy_(local_part(_placed(whole, tensor)))
+            own.copy_(local_part(placed(whole, tensor)))
         return tensor
 
     setattr(nn.init, name, fill)
 
 
-def _keep_written(view: DTensor, base: DTensor) -> None:
+def keep_written(view: DTensor, base: DTensor) -> None:
     """Write what `view` has to `base`, of which it is a view and has a copy."""
     with torch.no_grad():
         whole = torch_compat.replicated(base)
         torch_compat.view_like(view, whole).copy_(view)
-        local_part(base).copy_(local_part(_placed(local_part(whole), base)))
+        local_part(base).copy_(local_part(placed(local_part(whole), base)))
 
 
 @contextlib.contextmanager
@@ -281,7 +299,7 @@ def _generators_of_first(like: DTensor) -> Iterator[None]:
             set_torch_states(own, device)
 
 
-def _is_in_model() -> bool:
+def is_in_model() -> bool:
     """Return whether a module is running."""
     frame: FrameType | None = sys._getframe(2)  # noqa: SLF001 - a traceback would cost more
     while frame is not None:
