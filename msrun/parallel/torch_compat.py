@@ -1597,6 +1597,7 @@ _ELEMENT_METHODS = """
     __add__ __iadd__ __imul__ __isub__ __itruediv__ __mul__ __radd__ __rmul__ __rsub__ __rtruediv__
     __sub__ __truediv__
 """
+_PRODUCT_METHODS = "__matmul__ __rmatmul__ matmul mm"
 
 
 def _element_method(
@@ -1630,11 +1631,14 @@ def replace_element_methods(
     draw: Callable[[Any, tuple[Any, ...], dict[str, Any]], Any],
     number: Callable[[Any, Any], None],
     whole: Callable[[Any], Tensor],
+    *,
+    multiply: Callable[[Any, Tensor], tuple[Tensor, Tensor]],
 ) -> bool:
     """Have methods of DTensors take plain tensors, and functions draw whole ones.
 
-    `tensor.data = ...` of a DTensor is without effect; of one that is no parameter it writes.  A
-    DTensor as the data of a plain parameter would end the process at the next look at it.
+    `tensor.data = ...` of a DTensor is without effect in torch.  Here it writes, except to a
+    parameter that would have memory in common with another tensor.  A DTensor as the data of a
+    plain parameter would end the process at the next look at it.
 
     Args:
         take: Returns what a method gets for a DTensor and a plain tensor.
@@ -1642,6 +1646,7 @@ def replace_element_methods(
             to fill the first.
         number: Gets a DTensor and a number, or a tensor of one, that it is written with.
         whole: Returns the whole of a DTensor, which is to be the data of a plain parameter.
+        multiply: As `take`, for products of matrices.
 
     Returns:
         Whether this is the first call; others do nothing.
@@ -1654,6 +1659,8 @@ def replace_element_methods(
 
     for name in _ELEMENT_METHODS.split():
         setattr(kind, name, _element_method(kind, name, take, number))
+    for name in _PRODUCT_METHODS.split():
+        setattr(kind, name, _element_method(kind, name, multiply, number))
     handlers = kind._op_dispatcher._custom_op_handlers  # noqa: SLF001 - there is no public form
     for operator in _overloads("rand_like randn_like randint_like bernoulli normal"):
         handlers[operator] = draw
@@ -1665,12 +1672,19 @@ def replace_element_methods(
     in_place = "normal_ uniform_ bernoulli_ exponential_ geometric_ log_normal_ cauchy_ random_"
     for operator in _overloads(in_place):
         handlers[operator] = fill
+    _write_data(kind, whole)
+    return True
+
+
+def _write_data(kind: Any, whole: Callable[[Any], Tensor]) -> None:
+    """Have `tensor.data = ...` write to DTensors; see `replace_element_methods`."""
     data: Any = Tensor.data
 
     def write(self: Any, value: Tensor) -> None:
         is_param = isinstance(self, torch.nn.Parameter) or self.requires_grad
         # It gives parameters slices of a vector that it leaves alone.
         is_param &= sys._getframe(1).f_code is not _FROM_VECTOR  # noqa: SLF001 - imported by name
+        is_param &= (self.dtype, self.device) != (value.dtype, value.device) or _is_shared(value)
         if is_param or self.shape != value.shape:
             data.__set__(self, value)
             return
@@ -1683,7 +1697,14 @@ def replace_element_methods(
 
     kind.data = property(data.__get__, write)
     torch.nn.Parameter.data = property(data.__get__, become)  # type: ignore[assignment]
-    return True
+
+
+def _is_shared(tensor: Tensor) -> bool:
+    """Return whether another tensor, such as a parameter, has memory in common with `tensor`."""
+    from torch.distributed.tensor import DTensor
+
+    own = local_tensor(tensor) if isinstance(tensor, DTensor) else tensor
+    return tensors_in(own.untyped_storage()) > 1
 
 
 def watch_written_views(keep: Callable[[Any, Any], None]) -> None:

@@ -1348,8 +1348,9 @@ def _plain_beside_dtensors():
         numbers.append((like.shape[0], float(value)))
 
     whole = DTensor.full_tensor
-    firsts = [replace_element_methods(take, draw, number, whole) for _ in range(2)]
+    firsts = [replace_element_methods(take, draw, number, whole, multiply=take) for _ in range(2)]
     tensor, plain = placed(torch.ones(3)), torch.arange(3.0)
+    products = [plain @ tensor, tensor.matmul(plain)]
     tensor.add_(plain)
     tensor += plain
     tensor.mul_(torch.tensor(4.0)).div_(4)
@@ -1368,6 +1369,10 @@ def _plain_beside_dtensors():
     of_plain = nn.Parameter(torch.zeros(3))
     of_plain.data = tensor
     written = [tensor.to_local().tolist(), of_plain.tolist()]
+    own = nn.Parameter(tensor)
+    own.data = tensor + 1  # memory of its own
+    own.data = tensor  # it would be that of another
+    written += [each.to_local().tolist() for each in (own, *products)]
     return firsts, values + filled, written, numbers
 
 
@@ -1377,7 +1382,7 @@ def test_methods_of_dtensors_take_plain_tensors():
     assert firsts == [True, False]
     drawn = [[1] * 3, [0] * 3]
     assert values == [[1, 3, 5], [-1, -2, -3], [0.5, 2, 3.5], *drawn, [1] * 3, *drawn, [0] * 3]
-    assert written == [[7.0] * 3] * 2
+    assert written == [[7.0] * 3] * 2 + [[8.0] * 3, 3.0, 3.0]
     assert numbers == [(3, 4.0), (3, 4.0)]
 
 

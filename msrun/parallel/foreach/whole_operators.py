@@ -5,7 +5,8 @@ embedding cut to a norm: torch refuses each for a DTensor.  All ranks of a scrip
 so each rank gathers the tensors, computes what one process does, and keeps its part of what was
 written.  What is read is whole on each rank.
 
-As in `whole_values`, what the model itself computes is left alone, and so is what autograd follows.
+As in `whole_values`, what the model itself computes is left alone, and so is what autograd follows
+where ranks have gradients each, of samples of their own.
 """
 
 from __future__ import annotations
@@ -18,8 +19,8 @@ from torch import Tensor
 
 from msrun.parallel import torch_compat
 from msrun.parallel.foreach.whole_values import (
-    is_divided,
     is_in_model,
+    is_of_samples,
     keep_written,
     note_given,
     placed,
@@ -29,11 +30,12 @@ from msrun.parallel.local import is_sharded, local_part
 if TYPE_CHECKING:
     from torch.distributed.tensor import DTensor
 
-# Operators that torch refuses for DTensors, or for a DTensor and a plain tensor.
+# Operators that torch refuses for DTensors, or for a DTensor and a plain tensor; none of those that
+# models of plans call often.
 _OPERATORS = """
     _unique2 addmm addmm_ allclose cat copy_ dot eq gather ge gt index index_add index_add_
     index_copy index_copy_ index_fill index_fill_ index_put index_put_ index_select l1_loss le
-    lt masked_fill masked_fill_ masked_scatter masked_scatter_ masked_select mm mse_loss mv ne
+    lt masked_fill masked_fill_ masked_scatter masked_scatter_ masked_select mse_loss mv ne
     nonzero renorm renorm_ scatter scatter_ scatter_add scatter_add_ stack take tril_ triu_
     unbind where
 """
@@ -59,14 +61,16 @@ def _compute(
         `NotImplemented` where torch's error is to be raised.
     """
     given = _tensors((*args, *kwargs.values()))
-    is_followed = torch.is_grad_enabled() and any(value.requires_grad for value in given)
+    sharded = [value for value in given if is_sharded(value)]
+    has_samples = any(map(is_of_samples, sharded))
+    is_followed = has_samples and torch.is_grad_enabled()
+    is_followed &= any(value.requires_grad for value in given)
     is_traced = torch_compat.is_in_backward() or torch_compat.is_tracing()
     has_partial = any(place.is_partial() for value in written for place in value.placements)
     if is_followed or is_traced or has_partial or is_in_model():
         return NotImplemented
-    sharded = [value for value in given if is_sharded(value)]
     # Ranks without samples of their own have the same but for rounding, which a read may leave.
-    is_compared = bool(written) or any(map(is_divided, sharded))
+    is_compared = bool(written) or has_samples
     wholes: dict[int, Tensor] = {}  # by the number of an object that lives as long as `given`
     for value in given:
         wholes[id(value)] = value.full_tensor() if is_sharded(value) else value

@@ -9,7 +9,7 @@ what they were given is summed up, and compared with the replicas (`take_given`)
 of the first one, so that all parts are those of one process.
 
 What the model itself computes is left alone: there a plain tensor has samples, of which each rank
-has others.  So is what autograd would differentiate.
+has others.  So is what autograd would differentiate, where ranks have samples of their own.
 """
 
 from __future__ import annotations
@@ -79,7 +79,9 @@ def support_values(part_of: PartOf) -> bool:
         Whether this is the first call.
     """
     _part_of[:] = [part_of]
-    is_first = torch_compat.replace_element_methods(_take, _drawn, _note_number, full_tensor)
+    is_first = torch_compat.replace_element_methods(
+        _take, _drawn, _note_number, full_tensor, multiply=_take_factor
+    )
     if is_first:
         torch_compat.watch_written_views(keep_written)
         for name in _WHOLE_FILLS:
@@ -164,14 +166,27 @@ def _take(like: DTensor, value: Tensor) -> tuple[Tensor, Tensor]:
         value over all ranks; of another tensor this rank's part of `value`.
     """
     has_graph = torch.is_grad_enabled() and (like.requires_grad or value.requires_grad)
-    if has_graph or is_sharded(value) or not is_sharded(like) or is_in_model():
+    if is_sharded(value) or not is_sharded(like) or is_in_model():
         return like, value
+    if has_graph:
+        return (like, value) if is_of_samples(like) else _take_factor(like, value)
     if not like.dim():
         return like.full_tensor(), value
     is_partial = any(placement.is_partial() for placement in like.placements)
     if is_partial or not _fits(value.shape, like.shape):
         return like, value
     return like, _as_part(value.expand(like.shape), like)
+
+
+def _take_factor(like: DTensor, value: Tensor) -> tuple[Tensor, Tensor]:
+    """As `_take`, for a product of matrices: each rank has all of `value`."""
+    if not is_sharded(like) or is_sharded(value) or is_in_model():
+        return like, value
+    if is_of_samples(like):
+        if torch.is_grad_enabled() and (like.requires_grad or value.requires_grad):
+            return like, value
+        note_given(value)
+    return like, torch_compat.as_replicated(value, like.device_mesh)
 
 
 def _fits(shape: torch.Size, whole: torch.Size) -> bool:
@@ -186,7 +201,7 @@ def _note_number(like: DTensor, value: Tensor | float) -> None:
     Each rank may have computed it from its own samples, as a loss, and no replicas would differ.
     """
     has_graph = torch.is_grad_enabled() and like.requires_grad
-    if has_graph or not is_divided(like) or is_in_model():
+    if has_graph or not _is_divided(like) or is_in_model():
         return
     number = torch.as_tensor(value).detach().reshape(()).to(torch.float64, copy=True)
     _numbers.append(number.view(torch.int64))
@@ -194,7 +209,12 @@ def _note_number(like: DTensor, value: Tensor | float) -> None:
         _numbers[:] = [torch.stack([number.cpu() for number in _numbers]).sum()]
 
 
-def is_divided(tensor: DTensor) -> bool:
+def is_of_samples(tensor: DTensor) -> bool:
+    """Return whether ranks of `tensor` have samples, and so gradients, of their own."""
+    return any(name in _DATA_AXES for name in tensor.device_mesh.mesh_dim_names or ())
+
+
+def _is_divided(tensor: DTensor) -> bool:
     """Return whether data-parallel ranks have parts of `tensor`."""
     names = tensor.device_mesh.mesh_dim_names or ()
     placed = zip(names, tensor.placements, strict=False)
@@ -243,7 +263,7 @@ def _drawn(operator: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> DTen
 def _as_first(like: DTensor, kwargs: dict[str, Any]) -> contextlib.AbstractContextManager[None]:
     """Draw numbers inside that are the same on all ranks of `like`."""
     has_own = kwargs.get("generator") is not None
-    is_alike = has_own or not is_divided(like) or is_in_model()
+    is_alike = has_own or not _is_divided(like) or is_in_model()
     return contextlib.nullcontext() if is_alike else _generators_of_first(like)
 
 
