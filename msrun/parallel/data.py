@@ -112,8 +112,7 @@ class EpochSplit(msgspec.Struct, frozen=True, kw_only=True):
     @property
     def end(self) -> EpochEnd:
         """The last batch."""
-        least, extra = divmod(self.size(self.batches - 1), self.ranks)
-        return EpochEnd(full=self.batch_size, least=least, most=least + (extra > 0))
+        return EpochEnd.divided(self.size(self.batches - 1), self.ranks, full=self.batch_size)
 
     @property
     def is_uneven(self) -> bool:
@@ -282,11 +281,11 @@ class MeshLoader(DataLoader[Any]):
 def make_loader(
     context: RankContext,
     dataset: SizedDataset | Iterable[Any],
-    batch_size: int,
+    batch_size: int | None,
     **options: Any,
 ) -> MeshLoader | StreamLoader:
     """Return a loader of `dataset`; see `Runtime.loader`."""
-    check_options(batch_size, options)
+    batch_size = check_options(batch_size, options)
     if isinstance(dataset, DataLoader):
         raise UsageError(
             "rt.loader: it was given a DataLoader, and makes its own",
@@ -299,17 +298,31 @@ def make_loader(
     return MeshLoader(context, dataset, batch_size, **options)
 
 
-def check_options(batch_size: int, options: dict[str, Any]) -> None:
-    """Refuse options that a loader decides by itself.
+def check_options(batch_size: int | None, options: dict[str, Any]) -> int:
+    """Refuse options that a loader decides by itself; return the batch size.
 
     Raises:
         UsageError: There is one, or the batch has no sample.
     """
-    if batch_size < 1:
-        raise UsageError(f"rt.loader: batch_size {batch_size} must be at least 1")
     for name in ("sampler", "batch_sampler"):
         if options.get(name) is not None:
-            raise UsageError(f"rt.loader: it makes its own {name} (for another use a DataLoader)")
+            raise UsageError(
+                f"rt.loader: it makes its own {name}, which gives each rank its part of a batch",
+                hint="give it batch_size, the samples of one rank, and shuffle=True for another "
+                "order each epoch; a DataLoader of your own may have any batch_sampler, which "
+                "yields on each rank its own batches: every rt.layout.axes['dp']th one from number "
+                "rt.coordinate['dp'] on",
+            )
+    if batch_size is None or not hasattr(batch_size, "__index__"):
+        raise UsageError(
+            f"rt.loader: batch_size is {batch_size!r}, and must be the number of samples of one "
+            "rank",
+            hint="a dataset that makes its own batches needs a DataLoader of your own, with a part "
+            "of them on each rank: by rt.coordinate['dp'] of rt.layout.axes['dp']",
+        )
+    if batch_size < 1:
+        raise UsageError(f"rt.loader: batch_size {batch_size} must be at least 1")
+    return batch_size
 
 
 def _check_last(split: EpochSplit) -> None:

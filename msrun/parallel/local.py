@@ -80,7 +80,10 @@ def full_tensor(tensor: Tensor) -> Tensor:
 
 
 def _is_summed(placement: Placement) -> bool:
-    return placement.is_replicate() or placement.is_partial("sum") or placement.is_partial("avg")
+    # The parts of a norm say that they are summed too: their powers are.
+    is_norm = hasattr(placement, "norm_type")
+    is_sum = placement.is_partial("sum") and not is_norm
+    return placement.is_replicate() or is_sum or placement.is_partial("avg")
 
 
 class _Number(Function):

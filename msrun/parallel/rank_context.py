@@ -40,6 +40,12 @@ class EpochEnd(msgspec.Struct, frozen=True):
     least: int
     most: int
 
+    @classmethod
+    def divided(cls, samples: int, ranks: int, *, full: int) -> EpochEnd:
+        """Return the last batch of so many `samples` of all `ranks`."""
+        least, extra = divmod(samples, ranks)
+        return cls(full=full, least=least, most=least + (extra > 0))
+
 
 class LoaderUse(msgspec.Struct, eq=False):
     """One loop over a loader; others may run inside of it, such as an evaluation.

@@ -410,18 +410,19 @@ class Runtime:
     def loader(
         self,
         dataset: SizedDataset | Iterable[object],
-        batch_size: int,
+        batch_size: int | None = None,
         **options: Unpack[LoaderOptions],
     ) -> MeshLoader | StreamLoader:
         """Return a `DataLoader` over this rank's part of `dataset`.
 
         Args:
             dataset: A dataset with a length, or an iterable one, which every rank reads whole.
-            batch_size: Samples of one batch of one data-parallel rank.
+            batch_size: Samples of one batch of one data-parallel rank; there is no default.
             options: `shuffle`, `seed`, `drop_last`, and the options of `DataLoader`.
 
         Raises:
-            UsageError: The last batch would leave some rank without a sample.
+            UsageError: There is no `batch_size`, or the last batch would leave some rank without a
+                sample.
         """
         from msrun.parallel.data import make_loader
 

@@ -538,9 +538,11 @@ def _support_values(model: nn.Module) -> None:
     """Have sharded parameters of `model` take plain tensors of the script."""
     if any(map(is_sharded, model.parameters())):
         from msrun.parallel.deferred.fill import part_of
+        from msrun.parallel.foreach.whole_operators import support_operators
         from msrun.parallel.foreach.whole_values import support_values
 
-        support_values(part_of)
+        if support_values(part_of):
+            support_operators()
 
 
 def _replicas(

@@ -39,6 +39,7 @@ if TYPE_CHECKING:
 # Their functions of autograd know what they get.
 _NOT_OWN = ("torch.", "msrun.")
 _REENTRANT = checkpoint.CheckpointFunction.forward.__code__
+_FROM_VECTOR = nn.utils.vector_to_parameters.__code__
 # How the file names of programs begin that torch writes for graphs.
 GENERATED = "<eval_with_key>"
 
@@ -591,7 +592,7 @@ def _unless_left_alone(hook: Callable[..., Any]) -> Callable[..., Any]:
     return lambda *given: (*given, None)[0] if _left_alone else hook(*given)
 
 
-class _Gathered(NamedTuple):
+class _SinceGather(NamedTuple):
     """What is known of parameters since they were gathered.
 
     Args:
@@ -615,7 +616,7 @@ def _keep_what_is_written(
     whole parameters, so all ranks find the same.
     """
     wait_for_unshard, to_sharded = group.wait_for_unshard, group._to_sharded  # noqa: SLF001
-    own = _Gathered([], [], [])
+    own = _SinceGather([], [], [])
     released = [0]
     wrote: list[bool] = []
 
@@ -666,7 +667,7 @@ def writes_to_frozen(model: nn.Module) -> dict[str, int]:
 @torch.no_grad()
 def _keep_writes(
     group: Any,
-    gathered: _Gathered,
+    gathered: _SinceGather,
     written: Callable[[str], None],
     kept: Callable[[Tensor], None],
 ) -> bool:
@@ -1638,6 +1639,7 @@ _ELEMENT_METHODS = """
     __add__ __iadd__ __imul__ __isub__ __itruediv__ __mul__ __radd__ __rmul__ __rsub__ __rtruediv__
     __sub__ __truediv__
 """
+_PRODUCT_METHODS = "__matmul__ __rmatmul__ matmul mm"
 
 
 def _element_method(
@@ -1671,11 +1673,14 @@ def replace_element_methods(
     draw: Callable[[Any, tuple[Any, ...], dict[str, Any]], Any],
     number: Callable[[Any, Any], None],
     whole: Callable[[Any], Tensor],
+    *,
+    multiply: Callable[[Any, Tensor], tuple[Tensor, Tensor]],
 ) -> bool:
     """Have methods of DTensors take plain tensors, and functions draw whole ones.
 
-    `tensor.data = ...` of a DTensor is without effect; of one that is no parameter it writes.  A
-    DTensor as the data of a plain parameter would end the process at the next look at it.
+    `tensor.data = ...` of a DTensor is without effect in torch.  Here it writes, except to a
+    parameter that would have memory in common with another tensor.  A DTensor as the data of a
+    plain parameter would end the process at the next look at it.
 
     Args:
         take: Returns what a method gets for a DTensor and a plain tensor.
@@ -1683,6 +1688,7 @@ def replace_element_methods(
             to fill the first.
         number: Gets a DTensor and a number, or a tensor of one, that it is written with.
         whole: Returns the whole of a DTensor, which is to be the data of a plain parameter.
+        multiply: As `take`, for products of matrices.
 
     Returns:
         Whether this is the first call; others do nothing.
@@ -1695,8 +1701,10 @@ def replace_element_methods(
 
     for name in _ELEMENT_METHODS.split():
         setattr(kind, name, _element_method(kind, name, take, number))
+    for name in _PRODUCT_METHODS.split():
+        setattr(kind, name, _element_method(kind, name, multiply, number))
     handlers = kind._op_dispatcher._custom_op_handlers  # noqa: SLF001 - there is no public form
-    for operator in _drawing("rand_like randn_like randint_like bernoulli normal"):
+    for operator in _overloads("rand_like randn_like randint_like bernoulli normal"):
         handlers[operator] = draw
 
     def fill(op: Any, args: Any, kwargs: Any) -> Any:
@@ -1704,12 +1712,22 @@ def replace_element_methods(
         return args[0].copy_(drawn)
 
     in_place = "normal_ uniform_ bernoulli_ exponential_ geometric_ log_normal_ cauchy_ random_"
-    for operator in _drawing(in_place):
+    for operator in _overloads(in_place):
         handlers[operator] = fill
+    _write_data(kind, whole)
+    return True
+
+
+def _write_data(kind: Any, whole: Callable[[Any], Tensor]) -> None:
+    """Have `tensor.data = ...` write to DTensors; see `replace_element_methods`."""
     data: Any = Tensor.data
 
     def write(self: Any, value: Tensor) -> None:
-        if isinstance(self, torch.nn.Parameter) or self.requires_grad or self.shape != value.shape:
+        is_param = isinstance(self, torch.nn.Parameter) or self.requires_grad
+        # It gives parameters slices of a vector that it leaves alone.
+        is_param &= sys._getframe(1).f_code is not _FROM_VECTOR  # noqa: SLF001 - imported by name
+        is_param &= (self.dtype, self.device) != (value.dtype, value.device) or _is_shared(value)
+        if is_param or self.shape != value.shape:
             data.__set__(self, value)
             return
         with torch.no_grad():
@@ -1721,7 +1739,14 @@ def replace_element_methods(
 
     kind.data = property(data.__get__, write)
     torch.nn.Parameter.data = property(data.__get__, become)  # type: ignore[assignment]
-    return True
+
+
+def _is_shared(tensor: Tensor) -> bool:
+    """Return whether another tensor, such as a parameter, has memory in common with `tensor`."""
+    from torch.distributed.tensor import DTensor
+
+    own = local_tensor(tensor) if isinstance(tensor, DTensor) else tensor
+    return tensors_in(own.untyped_storage()) > 1
 
 
 def make_plain(is_plain: Callable[[Any, torch.Size], bool]) -> None:
@@ -1768,13 +1793,9 @@ def watch_written_views(keep: Callable[[Any, Any], None]) -> None:
 
     def tail(operator: Any, args: tuple[Any, ...], kwargs: dict[str, Any], *rest: Any) -> Any:
         result = plain(operator, args, kwargs, *rest)
-        for place, key in _written_arguments(operator):
-            value = args[place] if place < len(args) else kwargs.get(key)
-            for view in value if isinstance(value, list | tuple) else (value,):
-                if isinstance(view, kind) and view._is_view():  # noqa: SLF001 - no public form
-                    base = view._base  # noqa: SLF001
-                    if isinstance(base, kind) and _is_copy(view, base):
-                        keep(view, base)
+        for written in _written(operator, args, kwargs):
+            if (base := lost_base(written)) is not None:
+                keep(written, base)
         return result
 
     setattr(dispatcher, name, tail)
@@ -1783,6 +1804,52 @@ def watch_written_views(keep: Callable[[Any, Any], None]) -> None:
     dispatcher._custom_op_handlers[fill.Tensor] = lambda _, args, __: fill.Scalar(  # noqa: SLF001
         args[0], args[1].item()
     )
+
+
+def replace_refused(names: str, compute: Callable[..., Any]) -> None:
+    """Have a function compute what operators refuse for DTensors.
+
+    Args:
+        names: Of operators, all of their overloads that return what they compute.
+        compute: Gets an operator that raised, its arguments, and the DTensors among them that it
+            writes; returns `NotImplemented` where the error is right.
+    """
+    from torch.distributed.tensor import DTensor
+
+    dispatcher: Any = DTensor._op_dispatcher  # noqa: SLF001 - there is no public form
+    handlers = dispatcher._custom_op_handlers  # noqa: SLF001
+
+    def handle(operator: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+        del handlers[operator]  # so that the call below is torch's own
+        try:
+            return operator(*args, **kwargs)
+        except (RuntimeError, IndexError):
+            result = compute(operator, args, kwargs, _written(operator, args, kwargs))
+            if result is NotImplemented:
+                raise
+            return result
+        finally:
+            handlers[operator] = handle
+
+    for operator in _overloads(names):
+        handlers[operator] = handle
+
+
+def _written(operator: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> list[Any]:
+    """Return the DTensors that a call of `operator` writes."""
+    from torch.distributed.tensor import DTensor
+
+    found: list[Any] = []
+    for place, key in _written_arguments(operator):
+        value = args[place] if place < len(args) else kwargs.get(key)
+        found += value if isinstance(value, list | tuple) else (value,)
+    return [value for value in found if isinstance(value, DTensor)]
+
+
+def lost_base(written: Any) -> Any | None:
+    """Return the DTensor of which `written` is a view, if what is written to it is lost there."""
+    base = written._base if written._is_view() else None  # noqa: SLF001 - there is no public form
+    return base if isinstance(base, type(written)) and _is_copy(written, base) else None
 
 
 @cache
@@ -1798,20 +1865,24 @@ def _written_arguments(operator: Any) -> tuple[tuple[int, str], ...]:
 
 def replicated(tensor: Any) -> Any:
     """Return a DTensor with a copy of all of `tensor` on each rank, of the same strides."""
-    from torch.distributed.tensor import DTensor, Replicate
-
     whole = torch.empty_strided(
         tensor.shape, tensor.stride(), dtype=tensor.dtype, device=local_tensor(tensor).device
     )
     whole.copy_(tensor.full_tensor())
-    mesh = tensor.device_mesh
+    return as_replicated(whole, tensor.device_mesh)
+
+
+def as_replicated(whole: Tensor, mesh: DeviceMesh) -> Any:
+    """Return a DTensor of which each rank of `mesh` has all, which is `whole`."""
+    from torch.distributed.tensor import DTensor, Replicate
+
     return DTensor.from_local(
         whole,
         mesh,
         [Replicate()] * mesh.ndim,
         run_check=False,
-        shape=tensor.shape,
-        stride=tensor.stride(),
+        shape=whole.shape,
+        stride=whole.stride(),
     )
 
 
@@ -1837,8 +1908,8 @@ def draws_by_values() -> frozenset[Any]:
     return frozenset([aten.bernoulli.default, *normals])
 
 
-def _drawing(names: str) -> Iterator[Any]:
-    """Return the operators that draw random numbers, of a name each, which write no argument."""
+def _overloads(names: str) -> Iterator[Any]:
+    """Yield the overloads of operators, by names, that have no argument `out`."""
     for packet in (getattr(torch.ops.aten, name) for name in names.split()):
         overloads = (getattr(packet, name) for name in packet.overloads())
         yield from (each for each in overloads if not each._schema.arguments[-1].is_out)  # noqa: SLF001 - there is no public form

@@ -38,6 +38,7 @@ from msrun.parallel.torch_compat import (
     add_mode_below,
     after_backward,
     as_plain_tensors,
+    as_replicated,
     before_gathers,
     begin_units,
     breaks_graph,
@@ -84,6 +85,7 @@ from msrun.parallel.torch_compat import (
     keeps_graph,
     keeps_off_compiler,
     local_tensor,
+    lost_base,
     mapped,
     modes,
     move_shards_by_all_to_all,
@@ -102,6 +104,7 @@ from msrun.parallel.torch_compat import (
     remove_mode,
     replace_element_methods,
     replace_list_functions,
+    replace_refused,
     replace_tensors,
     replaced_parameter,
     shards_of_gathered,
@@ -1275,7 +1278,8 @@ def _in_new_interpreter():
 
 def _each_in_child():
     found = {}
-    for function in (_listed, _values_of_dtensors, _plain_beside_dtensors, _shards_shown):
+    functions = [_listed, _values_of_dtensors, _plain_beside_dtensors, _whole_in_place_of_refused]
+    for function in (*functions, _shards_shown):
         with ProcessPoolExecutor(1, mp_context=multiprocessing.get_context("fork")) as pool:
             found[function.__name__] = pool.submit(function).result()
     return found
@@ -1344,8 +1348,9 @@ def _plain_beside_dtensors():
         numbers.append((like.shape[0], float(value)))
 
     whole = DTensor.full_tensor
-    firsts = [replace_element_methods(take, draw, number, whole) for _ in range(2)]
+    firsts = [replace_element_methods(take, draw, number, whole, multiply=take) for _ in range(2)]
     tensor, plain = placed(torch.ones(3)), torch.arange(3.0)
+    products = [plain @ tensor, tensor.matmul(plain)]
     tensor.add_(plain)
     tensor += plain
     tensor.mul_(torch.tensor(4.0)).div_(4)
@@ -1364,6 +1369,10 @@ def _plain_beside_dtensors():
     of_plain = nn.Parameter(torch.zeros(3))
     of_plain.data = tensor
     written = [tensor.to_local().tolist(), of_plain.tolist()]
+    own = nn.Parameter(tensor)
+    own.data = tensor + 1  # memory of its own
+    own.data = tensor  # it would be that of another
+    written += [each.to_local().tolist() for each in (own, *products)]
     return firsts, values + filled, written, numbers
 
 
@@ -1373,8 +1382,38 @@ def test_methods_of_dtensors_take_plain_tensors():
     assert firsts == [True, False]
     drawn = [[1] * 3, [0] * 3]
     assert values == [[1, 3, 5], [-1, -2, -3], [0.5, 2, 3.5], *drawn, [1] * 3, *drawn, [0] * 3]
-    assert written == [[7.0] * 3] * 2
+    assert written == [[7.0] * 3] * 2 + [[8.0] * 3, 3.0, 3.0]
     assert numbers == [(3, 4.0), (3, 4.0)]
+
+
+def _whole_in_place_of_refused():
+    """Return what operators return that torch refuses for DTensors, and what a function got."""
+    dist.init_process_group("gloo", store=dist.HashStore(), rank=0, world_size=1)
+    mesh = init_device_mesh("cpu", (1,))
+    tensor = DTensor.from_local(torch.ones(2, 2), mesh, [Replicate()], run_check=False)
+    calls = []
+
+    def compute(operator, args, _, written):
+        calls.append((str(operator), [value is tensor for value in written]))
+        if args[1:2] == (7,):
+            return NotImplemented
+        return as_replicated(torch.ones(2), mesh)
+
+    replace_refused("renorm_ take", compute)
+    found = [tensor.renorm_(2, 0, 0.1), tensor.take(torch.tensor(1))]
+    with pytest.raises(NotImplementedError, match="sharding strategy"):
+        tensor.renorm_(7, 0, 0.1)
+    bases = [lost_base(each) for each in (tensor, tensor.view(4))]  # of views with its memory
+    return [each.to_local().tolist() for each in found], calls, bases
+
+
+def test_function_computes_what_torch_refuses_for_dtensors():
+    found, calls, bases = _in_new_interpreter()["_whole_in_place_of_refused"]
+
+    assert found == [[[1.0, 1.0]] * 2, [1.0, 1.0]]
+    renorm = ("aten.renorm_.default", [True])
+    assert calls == [renorm, ("aten.take.default", []), renorm]
+    assert bases == [None, None]
 
 
 def test_a_backward_pass_knows_whether_it_keeps_its_graph():

@@ -28,7 +28,7 @@ from torch.utils.data import DataLoader, IterableDataset, default_collate, get_w
 from msrun.errors import UsageError
 from msrun.parallel.config import DATA_AXIS
 from msrun.parallel.losses.batch import tensors_in
-from msrun.parallel.rank_context import LoaderUse, RankContext
+from msrun.parallel.rank_context import EpochEnd, LoaderUse, RankContext
 from msrun.worker.beat import beat
 
 # Elements of each tensor of a sample that count in the digest.
@@ -172,6 +172,9 @@ class StreamLoader(DataLoader[Any]):
                 use.samples = part.own
                 use.value = part.own * self._ranks / part.size
                 use.is_due = part.size % self._ranks > 0
+                if part.size < self._parts.global_batch:  # all ranks know it
+                    full = self._parts.global_batch // self._ranks
+                    use.end = EpochEnd.divided(part.size, self._ranks, full=full)
                 use.digest = zlib.crc32(str(part.digest).encode(), use.digest)
                 use.tensors = [weakref.ref(tensor) for tensor in tensors_in(part.samples)]
                 self._weights.latest(use)

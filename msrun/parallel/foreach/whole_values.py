@@ -9,7 +9,7 @@ what they were given is summed up, and compared with the replicas (`take_given`)
 of the first one, so that all parts are those of one process.
 
 What the model itself computes is left alone: there a plain tensor has samples, of which each rank
-has others.  So is what autograd would differentiate.
+has others.  So is what autograd would differentiate, where ranks have samples of their own.
 """
 
 from __future__ import annotations
@@ -55,6 +55,7 @@ _PROBLEMS = {
     "mixed torch.Tensor and DTensor": f"torch computes no plain tensor with a {_SHARDED} here",
     "does not have a sharding strategy": f"torch has no rule for this operator on a {_SHARDED}",
     ".numpy() is not supported for tensor subclasses": f"numpy takes no {_SHARDED}",
+    ".tolist() is not supported for tensor subclasses": f"a rank has a part of a {_SHARDED}",
 }
 _HINT = (
     "call full_tensor() of the sharded ones on all ranks, and write results with "
@@ -70,15 +71,21 @@ _numbers: list[Tensor] = []
 _part_of: list[PartOf] = []
 
 
-def support_values(part_of: PartOf) -> None:
+def support_values(part_of: PartOf) -> bool:
     """Have sharded tensors take plain ones from now on; a second call does nothing.
 
     Args:
         part_of: Returns this rank's part of a whole tensor, placed like a sharded one.
+
+    Returns:
+        Whether this is the first call.
     """
     _part_of[:] = [part_of]
-    if torch_compat.replace_element_methods(_take, _drawn, _note_number, full_tensor):
-        torch_compat.watch_written_views(_keep_written)
+    is_first = torch_compat.replace_element_methods(
+        _take, _drawn, _note_number, full_tensor, multiply=_take_factor
+    )
+    if is_first:
+        torch_compat.watch_written_views(keep_written)
         torch_compat.make_plain(_is_of_samples)
         for name in _WHOLE_FILLS:
             _fill_whole(name)
@@ -97,6 +104,7 @@ def support_values(part_of: PartOf) -> None:
                 before(kind, error, trace)
 
         sys.excepthook = show
+    return is_first
 
 
 def take_given() -> Tensor | None:
@@ -161,14 +169,33 @@ def _take(like: DTensor, value: Tensor) -> tuple[Tensor, Tensor]:
         value over all ranks; of another tensor this rank's part of `value`.
     """
     has_graph = torch.is_grad_enabled() and (like.requires_grad or value.requires_grad)
-    if has_graph or is_sharded(value) or not is_sharded(like) or _is_in_model():
+    if is_sharded(value) or not is_sharded(like) or is_in_model():
         return like, value
+    if has_graph:
+        return (like, value) if is_of_samples(like) else _take_factor(like, value)
     if not like.dim():
         return like.full_tensor(), value
     is_partial = any(placement.is_partial() for placement in like.placements)
-    if is_partial or value.shape != like.shape:
+    if is_partial or not _fits(value.shape, like.shape):
         return like, value
-    return like, _as_part(value, like)
+    return like, _as_part(value.expand(like.shape), like)
+
+
+def _take_factor(like: DTensor, value: Tensor) -> tuple[Tensor, Tensor]:
+    """As `_take`, for a product of matrices: each rank has all of `value`."""
+    if not is_sharded(like) or is_sharded(value) or is_in_model():
+        return like, value
+    if is_of_samples(like):
+        if torch.is_grad_enabled() and (like.requires_grad or value.requires_grad):
+            return like, value
+        note_given(value)
+    return like, torch_compat.as_replicated(value, like.device_mesh)
+
+
+def _fits(shape: torch.Size, whole: torch.Size) -> bool:
+    """Return whether a tensor of `shape` has a value for each element of one of `whole`."""
+    sizes = zip(reversed(shape), reversed(whole), strict=False)
+    return len(shape) <= len(whole) and all(own in (1, size) for own, size in sizes)
 
 
 def _note_number(like: DTensor, value: Tensor | float) -> None:
@@ -177,12 +204,17 @@ def _note_number(like: DTensor, value: Tensor | float) -> None:
     Each rank may have computed it from its own samples, as a loss, and no replicas would differ.
     """
     has_graph = torch.is_grad_enabled() and like.requires_grad
-    if has_graph or not _is_divided(like) or _is_in_model():
+    if has_graph or not _is_divided(like) or is_in_model():
         return
     number = torch.as_tensor(value).detach().reshape(()).to(torch.float64, copy=True)
     _numbers.append(number.view(torch.int64))
     if len(_numbers) == _GIVEN_MAX:
         _numbers[:] = [torch.stack([number.cpu() for number in _numbers]).sum()]
+
+
+def is_of_samples(tensor: DTensor) -> bool:
+    """Return whether ranks of `tensor` have samples, and so gradients, of their own."""
+    return any(name in _DATA_AXES for name in tensor.device_mesh.mesh_dim_names or ())
 
 
 def _is_divided(tensor: DTensor) -> bool:
@@ -193,11 +225,17 @@ def _is_divided(tensor: DTensor) -> bool:
 
 
 def _as_part(value: Tensor, like: DTensor) -> DTensor:
+    note_given(value)
+    return placed(value.detach(), like)
+
+
+def note_given(value: Tensor) -> None:
+    """Note a plain tensor that this rank was given, to compare it with those of other ranks."""
     _note(_given, value)
-    return _placed(value.detach(), like)
 
 
-def _placed(whole: Tensor, like: DTensor) -> DTensor:
+def placed(whole: Tensor, like: DTensor) -> DTensor:
+    """Return `whole`, of which this rank has all, placed as `like`."""
     from torch.distributed.tensor import DTensor
 
     part = _part_of[0](whole, like)
@@ -222,13 +260,13 @@ def _drawn(operator: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> DTen
         given[0] = torch.empty(like.shape, dtype=like.dtype, device=local_part(like).device)
     given = [full_tensor(value) if isinstance(value, Tensor) else value for value in given]
     with _as_first(like, kwargs):
-        return _placed(operator(*given, **kwargs), like)
+        return placed(operator(*given, **kwargs), like)
 
 
 def _as_first(like: DTensor, kwargs: dict[str, Any]) -> contextlib.AbstractContextManager[None]:
     """Draw numbers inside that are the same on all ranks of `like`."""
     has_own = kwargs.get("generator") is not None
-    is_alike = has_own or not _is_divided(like) or _is_in_model()
+    is_alike = has_own or not _is_divided(like) or is_in_model()
     return contextlib.nullcontext() if is_alike else _generators_of_first(like)
 
 
@@ -246,18 +284,18 @@ def _fill_whole(name: str) -> None:
         with _as_first(tensor, kwargs):
             plain(whole, *args, **kwargs)
         with torch.no_grad():
-            own.copy_(local_part(_placed(whole, tensor)))
+            own.copy_(local_part(placed(whole, tensor)))
         return tensor
 
     setattr(nn.init, name, fill)
 
 
-def _keep_written(view: DTensor, base: DTensor) -> None:
+def keep_written(view: DTensor, base: DTensor) -> None:
     """Write what `view` has to `base`, of which it is a view and has a copy."""
     with torch.no_grad():
         whole = torch_compat.replicated(base)
         torch_compat.view_like(view, whole).copy_(view)
-        local_part(base).copy_(local_part(_placed(local_part(whole), base)))
+        local_part(base).copy_(local_part(placed(local_part(whole), base)))
 
 
 @contextlib.contextmanager
@@ -292,10 +330,10 @@ def _is_of_samples(like: DTensor, shape: torch.Size) -> bool:
     if shape == like.shape or _runs(_STEPS, _OPTIMIZER):
         return False
     names = like.device_mesh.mesh_dim_names or ()
-    return all(name in _DATA_AXES for name in names) or not _is_in_model()
+    return all(name in _DATA_AXES for name in names) or not is_in_model()
 
 
-def _is_in_model() -> bool:
+def is_in_model() -> bool:
     """Return whether a module is running."""
     return _runs(_CALLS, _MODULE)
 

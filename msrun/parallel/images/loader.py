@@ -209,13 +209,11 @@ def make_image_loader(
     config: ParallelConfig,
     context: RankContext,
     dataset: SizedDataset | Iterable[Any],
-    batch_size: int,
+    batch_size: int | None,
     **options: Any,
 ) -> MeshLoader | StreamLoader:
     """Return a loader of parts; an iterable dataset gives whole images, which the step cuts."""
     if isinstance(dataset, IterableDataset) or not isinstance(dataset, Sized):
         return make_loader(context.configured, dataset, batch_size, **options)
-    check_options(batch_size, options)
-    return ImageLoader(
-        ImageDims(config, context), context.configured, dataset, batch_size, **options
-    )
+    own = check_options(batch_size, options)
+    return ImageLoader(ImageDims(config, context), context.configured, dataset, own, **options)

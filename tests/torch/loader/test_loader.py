@@ -122,7 +122,15 @@ def refused(options):
         ({"dataset": numbers(), "batch_size": 0}, "rt.loader: batch_size 0 must be at least 1"),
         (
             {"dataset": numbers(), "batch_size": 1, "sampler": [0]},
-            "rt.loader: it makes its own sampler (for another use a DataLoader)",
+            "rt.loader: it makes its own sampler, which gives each rank its part of a batch",
+        ),
+        (
+            {"dataset": numbers(), "batch_sampler": [[0, 1], [2, 3]]},
+            "rt.loader: it makes its own batch_sampler, which gives each rank its part of a batch",
+        ),
+        (
+            {"dataset": numbers()},
+            "rt.loader: batch_size is None, and must be the number of samples of one rank",
         ),
         (
             {"dataset": DataLoader(numbers()), "batch_size": 1},

@@ -63,9 +63,9 @@ class Pairs(Stream):
             yield torch.randn(16, generator=draw), number % 10
 
 
-def learned(seed_of_rank=0, by_hand=None):
+def learned(seed_of_rank=0, by_hand=None, config=None):
     """Train two epochs, whose last batch is uneven; return losses or the refusal."""
-    rt = msrun.init()
+    rt = msrun.init(config)
     network = rt.shard(build("mlp"))
     update = rt.optimizer(torch.optim.SGD(network.parameters(), lr=0.1, momentum=0.9))
     loader = rt.loader(Pairs(seed=seed_of_rank * rt.rank), GLOBAL // rt.world_size)
@@ -98,6 +98,14 @@ def test_a_plain_loop_without_weights_is_refused_at_the_end():
 
     assert "the last batch of rt.loader has unlike numbers of samples" in sentence
     assert steps == 2
+
+
+def test_an_end_that_is_too_short_for_micro_batches_is_refused_on_all_ranks():
+    said = (
+        "parallel.accumulate: the last batch of rt.loader has 1 sample(s) on some rank, which do "
+        "not fit 2 micro-batches"
+    )
+    assert run_warm(learned, 4, 0, None, {"accumulate": 2}) == [(said, 2)] * 4
 
 
 def test_ranks_that_read_other_streams_are_refused():
@@ -154,6 +162,10 @@ class Indexed:
             "the last batch of the stream has 1 sample(s), fewer than the 2 data-parallel ranks",
         ),
         ({"dataset": Stream(), "batch_size": 0}, "batch_size 0 must be at least 1"),
+        (
+            {"dataset": Stream(), "batch_size": None},
+            "batch_size is None, and must be the number of samples of one rank",
+        ),
         (
             {"dataset": Stream(), "batch_size": 4, "shuffle": True},
             "Stream has no length, so rt.loader cannot shuffle it",

@@ -235,7 +235,7 @@ def told():
     x, y = batches("mlp", steps=1)[0]
     functional.cross_entropy(network(x), y).backward()
     try:
-        torch.cat([param.grad.flatten() for param in network.parameters()])
+        torch.atan2(network.fc1.weight.grad, torch.ones(network.fc1.weight.shape))
     except RuntimeError as error:
         sys.excepthook(type(error), error, error.__traceback__)
     [error] = shown
