@@ -295,7 +295,7 @@ class _Window(TorchFunctionMode):
         self.outside = outside
         self._note, self._note_gradients = note, note_gradients
         self._samples = samples_of(batch)
-        self._losses = LossWatch(samples_of(batch), inputs=batch)
+        self._losses = LossWatch(samples_of(batch), inputs=batch, is_beside=True)
         self._mixtures = SampleWatches()
         self._problem: ModelError | None = None
         self._outputs: set[Any] = set()  # nodes of autograd
