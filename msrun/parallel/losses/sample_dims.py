@@ -181,6 +181,8 @@ def _of_samples(call: TorchCall) -> Outcome:
 
 
 def _attention(call: TorchCall) -> Outcome:
+    if mixture := over_sequence(call):
+        return mixture
     mark = _own(call)
     if mark is None or mark.dim is None or mark.dim >= call.x.dim() - 2:
         return None

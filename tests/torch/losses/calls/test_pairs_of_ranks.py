@@ -35,6 +35,24 @@ def by_letters(h, _):
 PAIRS = [attention_by_hand, by_differences, by_distances, by_letters]
 
 
+def one_sequence(h, _):
+    return functional.scaled_dot_product_attention(h[None], h[None], h[None])[0]
+
+
+def in_heads(h, _):
+    parts = h.view(1, len(h), 2, -1).transpose(1, 2)
+    found = functional.scaled_dot_product_attention(parts, parts, parts)
+    return found.transpose(1, 2).reshape(h.shape)
+
+
+def pooled(h, _):
+    query = torch.ones(1, 1, WIDTH)
+    return h + functional.scaled_dot_product_attention(query, h[None], h[None])[0]
+
+
+ATTENDING = [one_sequence, in_heads, pooled]
+
+
 def tokens(h, _):
     """Attention in each sample, whose tokens are as many as samples."""
     x = h[:, :, None] * h[:, None]
@@ -60,7 +78,13 @@ def packed(h, _):
     return functional.scaled_dot_product_attention(h[None], h[None], h[None], attn_mask=own)[0]
 
 
-RIGHT = [packed, tokens, diagonal, another_input, of_features]
+def causal(h, _):
+    """A batch whose dim 0 has the sequence."""
+    x = h[None]
+    return functional.scaled_dot_product_attention(x, x, x, is_causal=True)[0]
+
+
+RIGHT = [packed, causal, tokens, diagonal, another_input, of_features]
 
 
 def said(between):
@@ -81,6 +105,14 @@ def test_pairs_of_samples_are_told(between):
     (text,) = said(between)
 
     assert "the loss depends on pairs of samples (test_pairs_of_ranks.py, line" in text
+
+
+@pytest.mark.parametrize("between", ATTENDING, ids=lambda function: function.__name__)
+def test_attention_over_samples_is_told(between):
+    (text,) = said(between)
+
+    assert "the loss depends on an attention over samples (test_pairs_of_ranks.py, line" in text
+    assert "rt.gather(x) has them" in text
 
 
 @pytest.mark.parametrize("between", RIGHT, ids=lambda function: function.__name__)
