@@ -177,8 +177,7 @@ def _gradients(
     if sharded.is_pipeline:
         train = partial(_train_pipeline, copies=sharded.copies if has_turns else None)
     looks = not (sharded.is_watched or sharded.verifier or config.batch_norm == "local")
-    order = sharded.order
-    if order:
+    if order := sharded.order:
         order.joins.begin()
     try:
         with sharded.in_step(looks=looks):
@@ -282,6 +281,7 @@ def _train(
     parts = [StepBatch(*part) for part in split_batch(tuple(batch), sharded.microbatches)]
     context.batch.parts = len(parts)
     tally = LossTally(ranks, parts=len(parts), samples=batch_size(batch), items=batch.items)
+    tally.values = sharded.decisions.values
     tally.is_cut |= sharded.has_fixed_shapes  # by a plan of mode auto
     known = context.batch.current.samples if len(parts) == 1 else 0
     dim = sample_dim(batch, known)

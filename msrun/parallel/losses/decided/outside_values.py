@@ -1,19 +1,26 @@
-"""Values that a plain loop keeps from its rank's samples and computes a later loss with.
+"""Values that a script keeps from its rank's samples and computes a later loss with.
 
 A baseline of rewards, a queue of keys or a bank of features is made of the samples of earlier
 steps.  If each rank makes it of its own, the loss of every rank has another one, and one process
 has one for the whole batch.  No graph leads to it, so ranks compare what meets their samples and
 does not come from these: numbers in arithmetic, and matrices by which features are multiplied.
+They do in a few steps, and `rt.step` compares its micro-batches too.
 """
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+import contextlib
+import warnings
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from typing import Any, NamedTuple
 
+import torch
+import torch.distributed as dist
 from torch import Tensor
 from torch.nn import Parameter
+from torch.overrides import TorchFunctionMode
 
+from msrun.parallel.exchange import messages
 from msrun.parallel.local import is_sharded
 from msrun.parallel.losses.notes import watch_numbers
 from msrun.parallel.losses.torch_calls import name_of, script_line, tensors_of
@@ -26,6 +33,10 @@ _PICKING = frozenset(["__getitem__", "__iter__", "unbind", "select", "take"])
 # Attributes of tensors: the number of the step, where they come from samples of it, or are some.
 _OWN, _PICKED = "msrun_of_own_samples", "msrun_picked_samples"
 _DIMS = 2
+_STEPS, _EVERY = (1, 2, 3, 10, 100), 1000
+_NUMBERS_HINT = "take that of all ranks, rt.mean_over_data(value)"
+_PARTS_HINT = "change it behind rt.step, once for all samples"
+_MATRIX_HINT = "make it of the samples of all ranks, which rt.gather(x) has"
 _steps = watch_numbers()
 
 
@@ -108,25 +119,95 @@ class OutsideValues:
         return self._is_outside(value) and value.dim() == _DIMS
 
 
-def unlike_outside(
-    found: Sequence[Sequence[OutsideValue]], ranks: Sequence[int]
-) -> tuple[str, bool] | None:
-    """Return a sentence on a value that `ranks` have others of, and whether it is a number.
+class StepValues:
+    """What losses of `rt.step` met that was of no sample of theirs."""
+
+    def __init__(self) -> None:
+        self._steps = 0
+        self._found: list[list[OutsideValue]] = []  # of each micro-batch
+        self._has_told = False
+
+    @contextlib.contextmanager
+    def following(self, samples: int) -> Iterator[None]:
+        """Follow the loss of a part with so many samples, inside, if ranks look at this step."""
+        if not is_looked_at(self._steps + 1):
+            yield
+            return
+        values = OutsideValues(samples)
+        with _Following(values):
+            yield
+        self._found.append(values.found)
+
+    def settle(self, group: dist.ProcessGroup | None, device: torch.device) -> None:
+        """Compare what all parts of a step met, and warn; all ranks of `group` call it."""
+        found, self._found = self._found, []
+        self._steps += 1
+        if not is_looked_at(self._steps):
+            return
+        every, ranks = [found], [0]
+        if group is not None:
+            every = messages.gather_all(found, list[list[OutsideValue]], group, device)
+            ranks = dist.get_process_group_ranks(group)
+        parts = [part for of_rank in every for part in of_rank]
+        numbered = zip(ranks, map(len, every), strict=True)
+        places = [
+            f"rank {rank}" if count == 1 else f"micro-batch {index} of rank {rank}"
+            for rank, count in numbered
+            for index in range(count)
+        ]
+        if not self._has_told and (told := unlike_outside(parts, places)):
+            self._has_told = True
+            warnings.warn(f"msrun: {told}", stacklevel=6)
+
+
+class _Following(TorchFunctionMode):
+    is_watch = True
+
+    def __init__(self, values: OutsideValues) -> None:
+        super().__init__()
+        self._values = values
+
+    def __torch_function__(
+        self,
+        func: Callable[..., Any],
+        types: Iterable[type],
+        args: tuple[Any, ...] = (),
+        kwargs: dict[str, Any] | None = None,
+    ) -> Any:
+        del types
+        result = func(*args, **(kwargs or {}))
+        self._values.follow(func, args, result)
+        return result
+
+
+def is_looked_at(step: int) -> bool:
+    """Return whether ranks compare what they met in this step, the first of which is 1."""
+    return step in _STEPS or step % _EVERY == 0
+
+
+def unlike_outside(found: Sequence[Sequence[OutsideValue]], places: Sequence[str]) -> str | None:
+    """Return a sentence on a value that parts of the batch have others of, and what to do.
+
+    Args:
+        found: What each part met.
+        places: What to call each part, "rank 0".
 
     Returns:
         None if all have the same, or took other paths.
     """
-    if len({tuple(value.name for value in of_rank) for of_rank in found}) > 1:
+    if len({tuple(value.name for value in of_part) for of_part in found}) > 1:
         return None
     for values in zip(*found, strict=True):
-        of_ranks = [each.value for each in values]
-        last = next((place for place, x in enumerate(of_ranks) if x != of_ranks[0]), 0)
-        if last and not all(x != x for x in of_ranks):  # noqa: PLR0124 - not a number
-            first = values[0]
-            shown = f"{of_ranks[0]:.6g} on rank {ranks[0]} and {of_ranks[last]:.6g} on rank"
-            what = "a number" if first.is_number else "a matrix"
-            sums = "" if first.is_number else " in sum"
-            text = f"samples of this loop meet {what} that ranks have others of, in {first.name}: "
-            text += f"{shown} {ranks[last]}{sums}; one process has one for the whole batch"
-            return text, first.is_number
+        first, of_parts = values[0], [each.value for each in values]
+        last = next((at for at, x in enumerate(of_parts) if x != of_parts[0]), 0)
+        if last and not all(x != x for x in of_parts):  # noqa: PLR0124 - not a number
+            what, sums = ("number", "") if first.is_number else ("matrix", " in sum")
+            parts = "micro-batches" if "micro" in places[last] else "ranks"
+            shown = f"{of_parts[0]:.6g} on {places[0]} and {of_parts[last]:.6g} on {places[last]}"
+            hint = _NUMBERS_HINT if first.is_number else _MATRIX_HINT
+            hint = hint if parts == "ranks" else _PARTS_HINT
+            return (
+                f"samples meet a {what} that {parts} have others of, in {first.name}: {shown}"
+                f"{sums}; one process has one for the whole batch: {hint}"
+            )
     return None
