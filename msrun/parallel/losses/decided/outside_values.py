@@ -5,13 +5,16 @@ steps.  If each rank makes it of its own, the loss of every rank has another one
 has one for the whole batch.  No graph leads to it, so ranks compare what meets their samples and
 does not come from these: numbers in arithmetic, and matrices by which features are multiplied.
 They do in a few steps, and `rt.step` compares its micro-batches too.
+
+Pairs of rows of two inputs, in the first step, are compared as well: of samples a rank has a part,
+but each sample may meet all rows of an input that all ranks have alike, such as prototypes.
 """
 
 from __future__ import annotations
 
 import contextlib
 import warnings
-from collections.abc import Callable, Iterable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from typing import Any, NamedTuple
 
 import torch
@@ -22,6 +25,7 @@ from torch.overrides import TorchFunctionMode
 
 from msrun.parallel.exchange import messages
 from msrun.parallel.local import is_sharded
+from msrun.parallel.losses.calls.marks import Mixture
 from msrun.parallel.losses.notes import watch_numbers
 from msrun.parallel.losses.torch_calls import name_of, script_line, tensors_of
 
@@ -35,6 +39,7 @@ _OWN, _PICKED = "msrun_of_own_samples", "msrun_picked_samples"
 _DIMS = 2
 _STEPS, _EVERY = (1, 2, 3, 10, 100), 1000
 _NUMBERS_HINT = "take that of all ranks, rt.mean_over_data(value)"
+_PAIRS_HINT = "rt.gather has the rows of all ranks"
 _PARTS_HINT = "change it behind rt.step, once for all samples"
 _MATRIX_HINT = "make it of the samples of all ranks, which rt.gather(x) has"
 _steps = watch_numbers()
@@ -47,11 +52,22 @@ class OutsideValue(NamedTuple):
         name: Of the function that it met samples in, and its line.
         value: The number, or the sum of a matrix.
         is_number: Whether it is one.
+        other: Of a pair of inputs, with the sum of one in `value`, that of the other one.
     """
 
     name: str
     value: float
     is_number: bool
+    other: float | None = None
+
+
+def of_pairs(mixture: Mixture, inputs: Mapping[str, Sequence[Tensor]]) -> OutsideValue:
+    """Return sums of the two inputs whose rows a mixture has pairs of, for ranks to compare."""
+    sums = [
+        sum(float(x.detach().double().sum()) for name in names for x in inputs.get(name, ()))
+        for names in mixture.between or ((), ())
+    ]
+    return OutsideValue(mixture.name, sums[0], is_number=False, other=sums[1])
 
 
 class OutsideValues:
@@ -138,6 +154,11 @@ class StepValues:
             yield
         self._found.append(values.found)
 
+    def note(self, pairs: Sequence[OutsideValue]) -> None:
+        """Note pairs of rows of two inputs in the only part of a step."""
+        for found in self._found:
+            found.extend(pairs)
+
     def settle(self, group: dist.ProcessGroup | None, device: torch.device) -> None:
         """Compare what all parts of a step met, and warn; all ranks of `group` call it."""
         found, self._found = self._found, []
@@ -197,17 +218,29 @@ def unlike_outside(found: Sequence[Sequence[OutsideValue]], places: Sequence[str
     """
     if len({tuple(value.name for value in of_part) for of_part in found}) > 1:
         return None
-    for values in zip(*found, strict=True):
-        first, of_parts = values[0], [each.value for each in values]
-        last = next((at for at, x in enumerate(of_parts) if x != of_parts[0]), 0)
-        if last and not all(x != x for x in of_parts):  # noqa: PLR0124 - not a number
-            what, sums = ("number", "") if first.is_number else ("matrix", " in sum")
-            parts = "micro-batches" if "micro" in places[last] else "ranks"
-            shown = f"{of_parts[0]:.6g} on {places[0]} and {of_parts[last]:.6g} on {places[last]}"
-            hint = _NUMBERS_HINT if first.is_number else _MATRIX_HINT
-            hint = hint if parts == "ranks" else _PARTS_HINT
-            return (
-                f"samples meet a {what} that {parts} have others of, in {first.name}: {shown}"
-                f"{sums}; one process has one for the whole batch: {hint}"
-            )
-    return None
+    told = (_unlike(values, places) for values in zip(*found, strict=True))
+    return next(filter(None, told), None)
+
+
+def _unlike(values: Sequence[OutsideValue], places: Sequence[str]) -> str:
+    """Return the sentence on one value; empty if all parts have the same."""
+    first, of_parts = values[0], [each.value for each in values]
+    last = next((at for at, x in enumerate(of_parts) if x != of_parts[0]), 0)
+    if not last or all(x != x for x in of_parts):  # noqa: PLR0124 - not a number
+        return ""
+    if first.other is not None:
+        if len({each.other for each in values}) == 1:
+            return ""  # rows that all ranks have, such as prototypes
+        return (
+            f"the loss depends on {first.name} of a part of the batch, and ranks have other rows "
+            f"of both, of which one process has all pairs: {_PAIRS_HINT}"
+        )
+    what, sums = ("number", "") if first.is_number else ("matrix", " in sum")
+    parts = "micro-batches" if "micro" in places[last] else "ranks"
+    shown = f"{of_parts[0]:.6g} on {places[0]} and {of_parts[last]:.6g} on {places[last]}"
+    hint = _NUMBERS_HINT if first.is_number else _MATRIX_HINT
+    hint = hint if parts == "ranks" else _PARTS_HINT
+    return (
+        f"samples meet a {what} that {parts} have others of, in {first.name}: {shown}{sums}; one "
+        f"process has one for the whole batch: {hint}"
+    )

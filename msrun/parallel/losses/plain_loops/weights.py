@@ -406,7 +406,10 @@ class _Window(TorchFunctionMode):
     def mixture(self, loss: Tensor) -> ModelError | None:
         """Return what is wrong with `loss` if it depends on mixed samples; or warn of it."""
         for watch in self._mixtures.watches.values():
-            if problem := watch.read(loss, is_cut=False):
+            problem = watch.read(loss, is_cut=False)
+            if self.outside:
+                self.outside.found += watch.pairs
+            if problem:
                 return problem
         return self._problem
 

@@ -1,5 +1,6 @@
 """Pairs of samples in a model or a loop that data-parallel ranks alone divide."""
 
+import functools
 import warnings
 
 import pytest
@@ -169,3 +170,75 @@ def msrun_warnings(model, train):
 def test_ranks_warn_of_pairs(run):
     for (text,) in run_warm(run, 2):
         assert "the loss depends on pairs of samples" in text
+
+
+class Towers(nn.Module):
+    """Compares the samples of two inputs."""
+
+    def __init__(self, compare):
+        super().__init__()
+        self.first, self.second = nn.Linear(WIDTH, WIDTH), nn.Linear(WIDTH, WIDTH)
+        self.compare = compare
+
+    def forward(self, x, z):
+        return self.compare(self.first(x), self.second(z))
+
+
+def distances(p, q):
+    return p * torch.cdist(p, q).mean(1, keepdim=True)
+
+
+def norms(p, q):
+    return p * (p[:, None] - q[None]).norm(dim=-1).mean(1, keepdim=True)
+
+
+def similarities(p, q):
+    return (p @ q.T).softmax(1) @ q
+
+
+def between(p, q):
+    return functional.scaled_dot_product_attention(p[None], q[None], q[None])[0]
+
+
+def with_its_own(p, q):
+    return p * (p @ q.T).diagonal()[:, None] + q
+
+
+TOWERS = [distances, norms, similarities, between]
+
+
+def of_towers(how, *, are_alike):
+    """Return what a rank is told of each comparison, where the second input may be alike."""
+    found = []
+    for compare in (*TOWERS, with_its_own):
+        rt = msrun.init({})
+        torch.manual_seed(0)
+        x, z = torch.randn(2, 2 * SAMPLES, WIDTH)
+        model = rt.shard(Towers(compare))
+        optimizer = rt.optimizer(torch.optim.SGD(model.parameters(), lr=0.1))
+        x, z = x.chunk(2)[rt.rank], z.chunk(2)[0 if are_alike else rt.rank]
+        with warnings.catch_warnings(record=True) as caught:
+            warnings.simplefilter("always")
+            if how == "step":
+                rt.step(model, optimizer, mean, {"x": x, "z": z}, None)
+            else:
+                mean(model(x, z), None).backward()
+                optimizer.step()
+        rt.close()
+        found.append([str(each.message) for each in caught if "msrun: " in str(each.message)])
+    return found
+
+
+@pytest.mark.parametrize("how", ["step", "loop"])
+def test_ranks_warn_of_pairs_of_two_inputs(how):
+    for *told, right in run_warm(functools.partial(of_towers, how, are_alike=False), 2):
+        for (text,) in told:
+            assert "the loss depends on pairs of rows of input 0 with rows of input 1" in text
+            assert "ranks have other rows of both" in text
+        assert right == []
+
+
+@pytest.mark.parametrize("how", ["step", "loop"])
+def test_samples_may_meet_all_rows_that_ranks_have_alike(how):
+    alike = functools.partial(of_towers, how, are_alike=True)
+    assert run_warm(alike, 2) == [[[]] * (len(TOWERS) + 1)] * 2
