@@ -177,8 +177,7 @@ def _gradients(
     if sharded.is_pipeline:
         train = partial(_train_pipeline, copies=sharded.copies if has_turns else None)
     looks = not (sharded.is_watched or sharded.verifier or config.batch_norm == "local")
-    order = sharded.order
-    if order:
+    if order := sharded.order:
         order.joins.begin()
     try:
         with sharded.in_step(looks=looks):
@@ -282,9 +281,9 @@ def _train(
     parts = [StepBatch(*part) for part in split_batch(tuple(batch), sharded.microbatches)]
     context.batch.parts = len(parts)
     tally = LossTally(ranks, parts=len(parts), samples=batch_size(batch), items=batch.items)
+    tally.values = sharded.decisions.values
     tally.is_cut |= sharded.has_fixed_shapes  # by a plan of mode auto
     known = context.batch.current.samples if len(parts) == 1 else 0
-    dim = sample_dim(batch, known)
     # A rank whose loss needs no gradient may skip its backward pass: the reducer still takes part.
     # Not where ZeRO gathers in it, experts exchange tokens, or ranks share the rows of an image.
     must_join = sharded.order is not None or sharded.exchanges_tokens
@@ -305,7 +304,7 @@ def _train(
             if is_traced:
                 loss = _watched(sharded, tally, loss_fn, part, known, parts=len(parts))
             else:
-                run = partial(compute, part, known if dim else samples)
+                run = partial(compute, part, known if sample_dim(batch, known) else samples)
                 loss = uncarried(sharded.decisions, part, run, tally.refuse_if)
             _check_joins(context, sharded, loss.value)
             absent += not depends(loss.value)
@@ -434,6 +433,7 @@ def _watched(
     if not tally.has_refused:
         is_known = has_samples_first(part, known)
         tally.refuse_if(watch.read(loss.value, is_cut=parts > 1, is_known=is_known))
+        sharded.decisions.values.note(watch.pairs)
     return loss
 
 

@@ -6,6 +6,10 @@ gradient: in a part of the batch that of the whole batch.  Others have no counte
 - that of a mean over samples: the mean divides by the samples of the part,
 - that by weights, or by a value that all samples share: it adds up the samples of the part.
 
+A mean times the number of samples is such a sum, if all its elements count.  Whether a number is
+that of samples or equal by chance a `SampleWatch` says, in the first step; so this is for plain
+loops, which are looked at in that step, and `rt.step` refuses such a gradient.
+
 So of a tensor it is known whether it has a row for each row of the batch: it is of the batch, or
 was computed from such a tensor, is as long and reduces no rows; or it is a stack of what was
 computed from single rows.  What is not known to be over samples is left alone: a script may take
@@ -21,14 +25,19 @@ import torch
 from torch import Tensor
 from torch.nn import Parameter
 
+from msrun.parallel.losses.calls.marks import Mixture
 from msrun.parallel.losses.calls.torch_losses import LOSSES
 from msrun.parallel.losses.mixing import columns
+from msrun.parallel.losses.notes import MIXTURE
 from msrun.parallel.losses.terms import NO_LIMIT, Term
+from msrun.parallel.losses.torch_calls import MULTIPLYING
+from msrun.parallel.torch_compat import write_count
 
 # Attributes of tensors with a row for each row of the batch, and of what torch's losses of them
 # gave: the number of the watch.
 HAS_ROWS, _OF_LOSS = "msrun_has_rows", "msrun_of_loss"
 _OF_ROW = "msrun_of_row"  # of what was computed from single rows
+_FACTORS = "msrun_factors"  # of the product of a loss and a number
 _GATHERED = -1  # in place of a number of a watch: rows of all ranks
 _REDUCING = ("mean", "sum", "norm")
 _TAKING = frozenset(["__getitem__", "select", "unbind", "narrow"])
@@ -51,10 +60,12 @@ class BatchRows:
     Args:
         number: Of the watch.
         batch: Tensors of this part of the batch.
+        samples: In it, if a `SampleWatch` notes what is multiplied by them; else 0.
     """
 
-    def __init__(self, number: int, batch: Sequence[Tensor]) -> None:
+    def __init__(self, number: int, batch: Sequence[Tensor], samples: int = 0) -> None:
         self._number = number
+        self._samples = samples
         self._terms: set[int] = set()
         self._has_losses = False
         self._rows_taken = 0
@@ -67,6 +78,8 @@ class BatchRows:
         """Note which results of a function have rows, or come from a loss of rows."""
         if self._has_losses and any(map(self._is_of_loss, args)):
             self._note_loss(result)
+            if self._samples and name in MULTIPLYING and not result.dim():
+                setattr(result, _FACTORS, args)
         if name in _JOINING and args and isinstance(args[0], tuple | list):
             is_first = not kwargs.get("dim", args[1] if len(args) > 1 else 0)
             self._join(name, args[0], result, is_first=is_first)
@@ -155,12 +168,12 @@ class BatchRows:
         """Return the term of each gradient that the whole batch has another of; None for others.
 
         Args:
-            values: What is differentiated, each with its own term.
+            values: What is differentiated, each with the term of its `mean_in`.
             inputs: By what.
             slopes: The gradients.
             sources: Terms that values and inputs were computed from.
         """
-        is_sum = all(value.dim() or (term and is_pure_sum(term)) for value, term in values)
+        is_sum = all(value.dim() or self.is_sum(value, term) for value, term in values)
         is_of_rows = bool(sources & self._terms) or any(
             self.has(value) or self._is_of_loss(value) for value, _ in values
         )
@@ -179,6 +192,22 @@ class BatchRows:
                 )
             found.append(term)
         return found
+
+    def mean_in(self, value: Tensor) -> Tensor:
+        """Return the mean that `value` is the product of with a number, or `value` itself."""
+        factors = () if write_count(value) else getattr(value, _FACTORS, ())
+        return next((x for x in factors if isinstance(x, Tensor)), value)
+
+    def is_sum(self, value: Tensor, term: Term | None) -> bool:
+        """Return whether `value` is a sum over samples, where `term` is that of its `mean_in`."""
+        if term is None or self.mean_in(value) is value:
+            return term is not None and is_pure_sum(term)
+        is_number = any(x == self._samples for x in getattr(value, _FACTORS) if type(x) is int)
+        noted = getattr(value, MIXTURE, ())[1:]
+        if term.count is None or term.limit != NO_LIMIT or not (is_number and noted):
+            return False
+        is_of_all = term.elements == float(term.count) and term.elements % self._samples == 0
+        return is_of_all and Mixture(*noted).unless_counted
 
 
 def note_gathered(value: Tensor) -> None:

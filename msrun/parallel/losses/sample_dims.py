@@ -23,7 +23,7 @@ use those of a sample with itself, and pairs of rows of different inputs that of
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from functools import partial
 from math import prod
 from typing import Any
@@ -40,7 +40,7 @@ from msrun.parallel.losses.calls.statistics import reduced
 from msrun.parallel.losses.calls.whole_numbers import whole_numbers
 from msrun.parallel.losses.calls.writes import written_at_index
 from msrun.parallel.losses.mixing import dims_of
-from msrun.parallel.losses.torch_calls import dim_order, over_samples
+from msrun.parallel.losses.torch_calls import dim_order, name_of, over_samples
 from msrun.parallel.torch_compat import is_pointwise
 
 __all__ = ["PROPERTIES", "Known", "has_rule", "is_elementwise", "result_of"]
@@ -181,6 +181,8 @@ def _of_samples(call: TorchCall) -> Outcome:
 
 
 def _attention(call: TorchCall) -> Outcome:
+    if mixture := over_sequence(call):
+        return mixture
     mark = _own(call)
     if mark is None or mark.dim is None or mark.dim >= call.x.dim() - 2:
         return None
@@ -476,3 +478,9 @@ def has_rule(name: str) -> bool:
 PROPERTIES: Mapping[Any, str] = {
     getattr(torch.Tensor, name).__get__: name for name in ("T", "mT", "H", "mH", "real", "imag")
 }
+
+
+def plain_name(func: Callable[..., Any]) -> str:
+    """Return the name of a function of torch, also of one that writes in place."""
+    name = PROPERTIES.get(func) or name_of(func)
+    return name if name.endswith("__") else name.removesuffix("_")

@@ -43,6 +43,7 @@ from msrun.parallel.losses.calls.marks import Known, Mark, Mixture, Outcome, Tor
 from msrun.parallel.losses.calls.orders import ORDERING
 from msrun.parallel.losses.calls.size_factors import SIZES, SizeFactors
 from msrun.parallel.losses.calls.whole_numbers import handed_on, of_result
+from msrun.parallel.losses.decided.outside_values import OutsideValue, of_pairs
 from msrun.parallel.losses.guesses import PUTTING_BACK, guess, marks_behind, marks_of_values
 from msrun.parallel.losses.notes import (
     MIXTURE,
@@ -64,7 +65,7 @@ from msrun.parallel.losses.pairs.input_pairs import (
     outcome_of,
 )
 from msrun.parallel.losses.rows import RowsWatch, is_row_of_integers, takes_by
-from msrun.parallel.losses.sample_dims import PROPERTIES, has_rule, pairs_of_numbers
+from msrun.parallel.losses.sample_dims import has_rule, pairs_of_numbers, plain_name
 from msrun.parallel.losses.terms import is_counted
 from msrun.parallel.losses.torch_calls import KEEPING, name_of, script_line, tensors_of
 from msrun.parallel.torch_compat import local_tensor, write_count
@@ -128,8 +129,10 @@ class SampleWatch(TorchFunctionMode):
         self._sizes, self._host = SizeFactors(samples), HostValues()
         self._cut = ""  # where rows were cut first
         self._failure: tuple[Exception, str] | None = None  # and its line
+        self.pairs: list[OutsideValue] = []
         self._pairs = ""  # of rows of different inputs, that were computed first
         self._found: list[tuple[Mixture, Any]] = []  # and the nodes of autograd that have them
+        self._inputs: dict[str, list[Tensor]] = {}  # by the names that marks have
         self.take(batch, dim, names)
 
     def take(self, batch: Any, dim: int = 0, names: Iterable[str] = ()) -> None:
@@ -139,6 +142,7 @@ class SampleWatch(TorchFunctionMode):
                 continue  # of an earlier call
             if mark:
                 self._leave(tensor, mark)
+                self._inputs.setdefault("".join(mark.inputs), []).append(tensor)
             elif tensor.dim():
                 self._leave_whole([tensor])
 
@@ -159,7 +163,7 @@ class SampleWatch(TorchFunctionMode):
         """Return what `run` does, which is `func` or lets other watches see it."""
         if func in SIZES:
             return self._size(func, run(*args, **kwargs), args, kwargs)
-        name, given = _name(func), tensors_of((*args, *kwargs.values()))
+        name, given = plain_name(func), tensors_of((*args, *kwargs.values()))
         # Before the call, which may write them.
         marks = {id(tensor): mark for tensor in given if (mark := self._mark(tensor))}
         mixture = handed_on(name, args, kwargs, self._mixture) or self._host.mixture(name, args)
@@ -229,7 +233,7 @@ class SampleWatch(TorchFunctionMode):
         mark = self._mark(x)
         if mark and mark.dim is not None and not mark.is_guess and x.shape[mark.dim]:
             asked = next((value for value in (*args[1:], *kwargs.values())), None)
-            self._sizes.note(_name(func), x, mark.dim, asked)
+            self._sizes.note(plain_name(func), x, mark.dim, asked)
         return result
 
     def _outcome(self, call: TorchCall) -> Outcome:
@@ -278,7 +282,7 @@ class SampleWatch(TorchFunctionMode):
             self._leave(tensor, outcome)
         elif outcome and (self.samples > 1 or self.parts > 1 or outcome.hint):
             # Any dim of one may have the one sample of a batch that nothing cuts.
-            mixture = mixture or outcome
+            mixture = outcome if mixture is None or mixture.between else mixture
         mixture = mixture and of_result(mixture, tensor)
         if mixture:
             setattr(tensor, _MIXTURE, (self._number, *mixture))
@@ -296,7 +300,7 @@ class SampleWatch(TorchFunctionMode):
         """Note why a function raised, if it is that other micro-batches have the other rows."""
         if isinstance(error, torch.OutOfMemoryError):
             return
-        call = TorchCall(_name(func), args, kwargs, _NONE, marks, self.samples)
+        call = TorchCall(plain_name(func), args, kwargs, _NONE, marks, self.samples)
         if self.parts > 1 and (cause := self._pairs or failure_of(call, self.parts)):
             self._failure = error, cause
 
@@ -480,6 +484,8 @@ class SampleWatch(TorchFunctionMode):
         reaching = [mixture for mixture, node in found if node in nodes]
         if is_counted(nodes):
             reaching = [mixture for mixture in reaching if not mixture.unless_counted]
+        pairs = [of_pairs(each, self._inputs) for each in dict.fromkeys(reaching) if each.between]
+        self.pairs, reaching = pairs, [each for each in reaching if not each.between]
         reaching.sort(key=lambda mixture: not mixture.is_sure)
         reached = reached or next(iter(reaching), None) or by_position
         if reached is None:
@@ -492,9 +498,3 @@ class SampleWatch(TorchFunctionMode):
             return ModelError(text, hint=reached.hint or _HINT)
         warnings.warn(f"msrun: {text}: {reached.hint or _HINT + _GATHER}", stacklevel=6)
         return None
-
-
-def _name(func: Callable[..., Any]) -> str:
-    """Return the name of a function of torch, also of one that writes in place."""
-    name = PROPERTIES.get(func) or name_of(func)
-    return name if name.endswith("__") else name.removesuffix("_")

@@ -38,10 +38,12 @@ from msrun.parallel.exchange import messages
 from msrun.parallel.exchange.host_copy import HostCopy
 from msrun.parallel.local import full_tensor, is_sharded, scale_gradients
 from msrun.parallel.losses.calls.unknown import warn_of_unknown
+from msrun.parallel.losses.decided.outside_values import StepValues
 from msrun.parallel.losses.terms import (
     Kind,
     PartLoss,
     Term,
+    check_count,
     count_of,
     count_type,
     divisor_of,
@@ -109,7 +111,10 @@ class LossTally:
         has_unreached: Whether stages noted gradients that one process may not have; by `finish`.
         looks: Whether to say of which functions of a loss nothing is known.
         is_cut: Whether dim 0 of the batch has samples for certain, as micro-batches cut it.
+        values: What losses meet that is of no sample, for parts to compare; None for nothing.
     """
+
+    values: StepValues | None = None
 
     def __init__(
         self,
@@ -171,7 +176,8 @@ class LossTally:
                 kind="plain", value=full_tensor(one_number(loss, self.device))
             )
         watch = LossWatch(samples, data, inputs, is_cut=self.is_cut)
-        with eagerly(), watch:  # a compiled function calls no function that could be seen
+        values = self.values.following(samples) if self.values else contextlib.nullcontext()
+        with eagerly(), watch, values:  # a compiled function calls no function that could be seen
             loss = compute()
         return self._pair(loss) or self._read(watch, one_number(loss, self.device))
 
@@ -326,6 +332,8 @@ class LossTally:
         """Add the numbers of all data-parallel ranks, which all call this."""
         if self.adding is not None:
             self.adding.wait()
+        if self.values:
+            self.values.settle(self._ranks.group, self.device)
         if self._ranks.group is not None:
             dist.all_reduce(self.numbers, group=self._ranks.group)
         # A host reads them in any case: ranks whose losses are plain and others' must all raise.
@@ -399,7 +407,7 @@ class LossTally:
             floor, offset = (found[index] / found[1] for index in (_FLOOR, _OFFSET))
             divisor = max(found[_COUNT], floor) if floor or offset else found[_COUNT]
             divisor += offset
-            _check_count(divisor)
+            check_count(divisor)
             loss = numbers[_SUM] / divisor
             if not self._is_early:
                 expected = found[_EXPECTED] or ranks.size / self._guess()
@@ -409,7 +417,7 @@ class LossTally:
             self._check_slopes(found)
             for index, term in enumerate(self._terms):
                 first = _FIRST_TERM + 2 * index
-                _check_count(float(term.limit(torch.tensor(found[first + 1]))), term.name)
+                check_count(float(term.limit(torch.tensor(found[first + 1]))), term.name)
                 loss = loss + numbers[first] / term.limit(numbers[first + 1])
         elif kinds == ["linear"]:
             self._check_slopes(found)
@@ -489,12 +497,3 @@ class LossTally:
     def _guess(self) -> float:
         """Return the factor of sums whose count is not known yet, equal on all ranks."""
         return self._ranks.weight / self._samples
-
-
-def _check_count(divisor: float, name: str = "the loss") -> None:
-    if divisor == 0:
-        raise ModelError(
-            f"no target of the whole batch counts: {name} would be a sum divided by 0; "
-            "no weight was changed",
-            hint="leave out batches in which every target is ignored",
-        )

@@ -186,3 +186,13 @@ def divisor_of(term: Term) -> Tensor:
     """Return by what the mean of `term` was divided."""
     divisor = term.limit(count_of(term))
     return divisor + (divisor == 0)
+
+
+def check_count(divisor: float, name: str = "the loss") -> None:
+    """Refuse a divisor of the whole batch that is 0."""
+    if divisor == 0:
+        raise ModelError(
+            f"no target of the whole batch counts: {name} would be a sum divided by 0; "
+            "no weight was changed",
+            hint="leave out batches in which every target is ignored",
+        )

@@ -43,15 +43,10 @@ from msrun.parallel.losses.calls.torch_losses import (
     sum_and_count,
 )
 from msrun.parallel.losses.linearity import check_columns, check_sums, of_part, slopes_by
-from msrun.parallel.losses.linked_terms import (
-    NOTHING,
-    OF_WEIGHTS,
-    ONLY_BATCH,
-    RANGE,
-)
+from msrun.parallel.losses.linked_terms import NOTHING, OF_WEIGHTS, ONLY_BATCH, RANGE
 from msrun.parallel.losses.mixing import Columns, columns, has_pairs, moves_samples, scattered
 from msrun.parallel.losses.notes import copy_notes
-from msrun.parallel.losses.own_gradients import BatchRows, is_gradient, is_pure_sum, is_sign
+from msrun.parallel.losses.own_gradients import BatchRows, is_gradient, is_sign
 from msrun.parallel.losses.row_terms import OF_ROWS, RowTerms
 from msrun.parallel.losses.terms import (
     NO_LIMIT,
@@ -78,6 +73,7 @@ class LossWatch(RowTerms):
             parameters and what is computed from them alone.
         inputs: Tensors that the model gets of the batch.
         is_cut: Whether dim 0 of the batch has samples for certain.
+        is_beside: Whether a `SampleWatch` notes what is multiplied by samples.
     """
 
     is_watch = True
@@ -89,13 +85,16 @@ class LossWatch(RowTerms):
         inputs: Sequence[Tensor] = (),
         *,
         is_cut: bool = False,
+        is_beside: bool = False,
     ) -> None:
         has_rows = all(x.shape[:1] in ((samples,), ()) for x in data or ())
         rows = samples if data and has_rows else 0
         super().__init__(rows, is_cut=is_cut, takes_all=data is None)
         self._samples = samples
         self._deciding: Term | None = None
-        self._batch_rows = BatchRows(self._number, [*inputs, *(data or ())])
+        self._batch_rows = BatchRows(
+            self._number, [*inputs, *(data or ())], samples if is_beside else 0
+        )
         for tensor in data or ():
             self._link(tensor, ONLY_BATCH)
 
@@ -204,14 +203,15 @@ class LossWatch(RowTerms):
         sources: frozenset[int],
     ) -> None:
         """Link gradients that the script takes; of a sum by samples they are of each sample."""
-        pairs = [(value, self._own_term(value)) for value in values]
-        terms = self._batch_rows.gradients(pairs, inputs, slopes, sources)
-        sums = {self._terms.index(term) for _, term in pairs if term and is_pure_sum(term)}
+        rows = self._batch_rows
+        pairs = [(value, self._own_term(rows.mean_in(value))) for value in values]
+        terms = rows.gradients(pairs, inputs, slopes, sources)
+        sums = {self._terms.index(term) for x, term in pairs if term and rows.is_sum(x, term)}
         batch = NOTHING if self._takes_all else ONLY_BATCH
         for x, slope, term in zip(inputs, slopes, terms, strict=True):
             if term is not None:
                 self._leave(term.total, term, sources)
-            elif self._batch_rows.has(x):
+            elif rows.has(x):
                 self._link(slope, (sources - sums) | batch)
             else:
                 self._link(slope, sources)

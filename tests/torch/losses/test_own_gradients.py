@@ -1,5 +1,8 @@
 """Losses with gradients that the script takes: equal to one process, or refused on all ranks."""
 
+import copy
+import warnings
+
 import pytest
 import torch
 from ranks import run_warm
@@ -176,9 +179,45 @@ def by_stacked_and_weights(model, x):
     return slope(both.square().mean(), model.first.weight).square().sum()
 
 
+def of_mean_times_samples(model, x):
+    x = leaf(x)
+    return slope(model.head(x).square().mean() * len(x), x).square().sum(1).mean()
+
+
+def moved_by_mean_times_samples(model, x):
+    """Return the loss of inputs that an adversary moved, whose cross entropy is a sum."""
+    moved = leaf(x)
+    loss = functional.cross_entropy(model.head(moved), torch.zeros(len(x), dtype=torch.long))
+    (found,) = torch.autograd.grad(len(x) * loss, moved)
+    return model.head(x + 0.1 * found).square().mean()
+
+
+def of_twice_the_mean(model, x):
+    x = leaf(x)
+    return slope(2 * model.head(x).square().mean(), x).square().sum(1).mean()
+
+
+def of_ignored_and_samples(model, x):
+    """By a mean over other counts in each part, times samples."""
+    x = leaf(x)
+    labels = torch.where(x[:, 0] > 0, 0, -100)
+    return slope(functional.cross_entropy(model.head(x), labels) * len(x), x).square().mean()
+
+
+def by_samples_and_weights(model, x):
+    return slope(model.head(x).square().mean() * len(x), model.first.weight).square().sum()
+
+
 RIGHT = [of_sum, of_norm, of_rows, of_hidden, of_stack, added, signed, one_sample, of_losses]
 RIGHT += [of_picked_sum]
+# Right in a plain loop, where the first step alone is looked at.
+BY_SAMPLES = [of_mean_times_samples, moved_by_mean_times_samples]
 WRONG = {
+    of_mean_times_samples: MEAN,
+    moved_by_mean_times_samples: MEAN,
+    of_twice_the_mean: MEAN,
+    of_ignored_and_samples: MEAN,
+    by_samples_and_weights: SHARED,
     of_mean: MEAN,
     of_cross_entropy: MEAN,
     by_weights: SHARED,
@@ -273,3 +312,34 @@ def test_they_are_those_of_one_process_or_refused(name):
         if found[0][penalty.__name__] != pytest.approx(0, abs=1e-9)
     }
     assert (wrong, off) == ({}, {})
+
+
+def looped(penalties):
+    """Return what a plain loop is told of each penalty, and how far its weights are off."""
+    found = {}
+    for penalty in penalties:
+        torch.manual_seed(0)
+        model = Penalized(penalty).double()
+        x, y = torch.randn(SAMPLES, WIDTH, dtype=torch.float64), torch.arange(SAMPLES) % CLASSES
+        alone = copy.deepcopy(model)
+        alone(x, y).backward()
+        rt = msrun.init({})
+        model = rt.shard(model)
+        optimizer = torch.optim.SGD(model.parameters(), lr=1.0)
+        with warnings.catch_warnings(record=True) as caught:
+            warnings.simplefilter("always")
+            model(x.chunk(2)[rt.rank], y.chunk(2)[rt.rank]).backward()
+            optimizer.step()
+        pairs = zip(model.parameters(), alone.parameters(), strict=True)
+        gap = max((own - (each - each.grad)).abs().max().item() for own, each in pairs)
+        found[penalty.__name__] = [str(each.message) for each in caught] or gap
+        rt.close()
+    return found
+
+
+def test_a_plain_loop_may_multiply_a_mean_by_the_samples():
+    wrong = [of_twice_the_mean, of_ignored_and_samples, by_samples_and_weights]
+    for found in run_warm(looped, 2, [*BY_SAMPLES, *wrong]):
+        assert [found[each.__name__] for each in BY_SAMPLES] == [pytest.approx(0, abs=1e-9)] * 2
+        for each in wrong:
+            assert WRONG[each] in str(found[each.__name__])

@@ -24,6 +24,7 @@ class Mark(NamedTuple):
         order: A number of the order that samples were put in; 0 for that of the batch.
         is_extreme: Whether the statistic is a maximum or a minimum.
         is_chosen: Whether its first dim has the samples that a mask chose, and `dim` is None.
+        others: Inputs whose rows are in `across`.
     """
 
     dim: int | None
@@ -35,6 +36,7 @@ class Mark(NamedTuple):
     order: int = 0
     is_extreme: bool = False
     is_chosen: bool = False
+    others: tuple[str, ...] = ()
 
 
 class Mixture(NamedTuple):
@@ -48,6 +50,8 @@ class Mixture(NamedTuple):
             positions in the batch, which are right beside each other as well.
         is_sure: Whether it is known that samples were mixed.
         unless_counted: Whether it is right in a sum that a script returns with its count.
+        between: Inputs of whose rows it has pairs, if it is right where ranks have one of them
+            alike.
     """
 
     name: str
@@ -56,6 +60,7 @@ class Mixture(NamedTuple):
     place: Literal["", "count", "real count", "position"] = ""
     is_sure: bool = True
     unless_counted: bool = False
+    between: tuple[tuple[str, ...], tuple[str, ...]] | None = None
 
 
 class Known(NamedTuple):

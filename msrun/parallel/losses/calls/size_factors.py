@@ -59,7 +59,7 @@ class SizeFactors:
         if name == "__len__":
             asked = 0
         if asked is None or asked % x.dim() == dim:
-            self._sources.note(dim)
+            self._sources.note((dim, dim - x.dim()))
 
     def note_number(self, number: Mixture) -> None:
         """Note that a script reads a number that is this mixture of samples."""

@@ -2,8 +2,8 @@
 
 A script reads a number at a place that is known, as torch is asked for it: a size of samples, or
 an `item()` of a part of the batch.  Python computes with it before torch sees it again, at a place
-that is known too.  Between the two are names, operators, attributes of `self`, and arguments of the
-functions that run: who called them, and with what, the frames of Python say.
+that is known too.  Between the two are `expressions` of the source, arguments of functions that
+run, and values that functions return: who called them, and where, the frames of Python say.
 """
 
 from __future__ import annotations
@@ -13,21 +13,30 @@ import functools
 import inspect
 import linecache
 import os
-from collections.abc import Iterator, Sequence
+from collections.abc import Sequence
 from pathlib import Path
 from types import CodeType, FrameType
-from typing import Any, NamedTuple
+from typing import NamedTuple
 
 import torch
 
 from msrun.parallel.foreach.frames import variables_of
+from msrun.parallel.losses.calls.expressions import (
+    SIZE,
+    Expressions,
+    Function,
+    Names,
+    Place,
+    Reads,
+    bound,
+    operands,
+    parameters,
+    place_of,
+)
 from msrun.parallel.losses.calls.marks import Mixture
 
-SIZE = Mixture("the number of samples")
-_SIZE_NAMES = frozenset(["len", "size", "numel", "nelement"])
-_NUMBER_NAMES = frozenset(["item", "float"])
-_FUNCTIONS = frozenset(["float", "int", "max", "min", "abs", "round", "pow"])
-_MODULES = frozenset(["math", "np", "numpy", "operator"])
+__all__ = ["SIZE", "Sources", "script"]
+
 _TORCH, _OWN = (
     f"{path}{os.sep}" for path in (Path(torch.__file__).parent, Path(__file__).parents[3])
 )
@@ -38,14 +47,8 @@ _CALLING = frozenset(f"{_TORCH}{name}" for name in ("nn/modules/module.py", "uti
 _INNER = frozenset(["<listcomp>", "<genexpr>", "<setcomp>", "<dictcomp>"])
 _MOST_CALLS = 8  # that an argument is followed through
 
-Place = tuple[int, int, int, int]  # first and last line, and columns
-# Of sizes with the dim that has samples, of other numbers with the mixture that these are; None
-# for places where tensors are computed.
-Reads = dict[Place, int | Mixture | None]
-# By name, or by attribute as in "self.count".
-Names = dict[str, Mixture]
-_Function = ast.FunctionDef | ast.AsyncFunctionDef | ast.Lambda
-_ASSIGNING = ast.Assign | ast.AnnAssign | ast.AugAssign | ast.NamedExpr
+# Of values that functions give to others.
+_FOLLOWED = (int, float, list, tuple, dict)
 
 
 class _Node(NamedTuple):
@@ -61,6 +64,7 @@ class _Node(NamedTuple):
 
 
 Tree = dict[Place, _Node]
+_Site = tuple[str, Place]  # a place in a file
 
 
 def script() -> tuple[FrameType, Place] | None:
@@ -98,106 +102,168 @@ class Sources:
 
     def __init__(self) -> None:
         self._reads: dict[str, Reads] = {}
+        # Where functions were called, and where these read something, or called one that did.
+        self._calls: dict[_Site, set[_Site]] = {}
         # Of source files, as long as somebody looks: a tree takes megabytes.
         self._trees: dict[str, Tree] = {}
-        self._known: dict[int, Names] = {}  # by scope, until something else is read
+        self._files: dict[str, Expressions] = {}
+        # By scope, and by site of a call, until something else is read.
+        self._known: dict[int, Names] = {}
+        self._returned: dict[_Site, Names] = {}
 
     @property
     def has_reads(self) -> bool:
         """Whether anything was read."""
-        return bool(self._reads)
+        return any(self._reads.values())
 
-    def note(self, number: int | Mixture) -> None:
-        """Note that the script reads a size of this dim, or a number that is this mixture."""
+    def note(self, number: tuple[int, int] | Mixture) -> None:
+        """Note that the script reads a number.
+
+        Args:
+            number: Of sizes, where that of samples is, from the beginning and from the end; of
+                other numbers the mixture that it is.
+        """
         if found := script():
             frame, place = found
             reads = self._reads.setdefault(frame.f_code.co_filename, {})
             if place not in reads:
                 reads[place] = number
-                self._known.clear()
+                self._forget()
+            self._note_calls(frame, place)
 
     def note_tensor(self, frame: FrameType, place: Place) -> None:
         """Note that the script computes a tensor at a place of `frame`."""
         reads = self._reads.setdefault(frame.f_code.co_filename, {})
         if reads.get(place, 0) is not None:
             reads[place] = None
-            self._known.clear()
+            self._forget()
+
+    def _forget(self) -> None:
+        self._known.clear()
+        self._returned.clear()
+
+    def _note_calls(self, frame: FrameType, place: Place) -> None:
+        """Note who called the function that reads something at a place of `frame`, and so on."""
+        inner = frame.f_code.co_filename, place
+        for _ in range(_MOST_CALLS):
+            caller = _caller(_function(frame))
+            if caller is None:
+                return
+            frame, place = caller
+            outer = frame.f_code.co_filename, place
+            known = self._calls.setdefault(outer, set())
+            if inner not in known:
+                known.add(inner)
+                self._forget()
+            inner = outer
 
     def followed(self, frame: FrameType, place: Place) -> Mixture | None:
         """Return what a number follows from that an operator or call at a place gets, if any."""
-        found = self._at(frame, place)
+        found = self._at(frame.f_code.co_filename, place)
         if found is None:
             return None
-        given = list(_operands(found.node))
-        return self._first(given, frame, found.scopes, _MOST_CALLS)
+        given = (self._parts(x, frame, found.scopes, _MOST_CALLS) for x in operands(found.node))
+        return next((parts[""] for parts in given if "" in parts), None)
 
-    def _at(self, frame: FrameType, place: Place) -> _Node | None:
-        filename = frame.f_code.co_filename
+    def _at(self, filename: str, place: Place) -> _Node | None:
         if filename not in self._trees:
             self._trees[filename] = _tree(filename)
         return self._trees[filename].get(place)
 
-    def _first(
-        self, given: Sequence[ast.AST], frame: FrameType, scopes: Sequence[ast.AST], calls: int
-    ) -> Mixture | None:
-        """Return what the first of expressions that follows from a number follows from.
+    def _expressions(self, filename: str) -> Expressions:
+        def returned(place: Place) -> Names:
+            return self._returned_at((filename, place))
+
+        if filename not in self._files:
+            reads = self._reads.setdefault(filename, {})
+            self._files[filename] = Expressions(reads, returned)
+        return self._files[filename]
+
+    def _parts(
+        self, given: ast.AST, frame: FrameType, scopes: Sequence[ast.AST], calls: int
+    ) -> Names:
+        """Return which numbers an expression has.
 
         Args:
-            given: The expressions.
-            frame: In which they are computed.
-            scopes: Where they are in the source.
+            given: The expression.
+            frame: In which it is computed.
+            scopes: Where it is in the source.
             calls: Through how many more calls to follow arguments.
         """
-        reads = self._reads.get(frame.f_code.co_filename, {})
-        names = self._visible(scopes, reads)
-        found = (_source(each, reads, names) for each in given)
-        if mixture := next(filter(None, found), None):
-            return mixture
-        function = next((scope for scope in scopes if isinstance(scope, _Function)), None)
+        file = self._expressions(frame.f_code.co_filename)
+        names = self._visible(file, scopes)
+        if found := file.parts(given, names):
+            return found
+        function = next((scope for scope in scopes if isinstance(scope, Function)), None)
         if function is None or not calls:
-            return None
-        while frame.f_code.co_name in _INNER and frame.f_back:
-            frame = frame.f_back
-        values = variables_of(frame)
-        arguments = [x for x in _parameters(function) if type(values.get(x)) in (int, float)]
-        # Only arguments that lead to one of the expressions are looked for in the caller.
-        for name in arguments:
-            own = _names(function, reads, {**names, name: SIZE})
-            if any(_source(each, reads, own) for each in given) and (
-                mixture := self._argument(name, function, frame, calls - 1)
-            ):
-                return mixture
-        return None
-
-    def _visible(self, scopes: Sequence[ast.AST], reads: Reads) -> Names:
-        """Return names that follow from numbers at a place in `scopes`."""
-        if not reads:
             return {}
+        frame = _function(frame)
+        values = variables_of(frame)
+        # Only arguments that lead to the expression are looked for in the caller.
+        for name in (x for x in parameters(function) if type(values.get(x)) in _FOLLOWED):
+            tried = bound(name, {"": SIZE, "[*]": SIZE})
+            if file.parts(given, file.names(function, names | tried)):
+                own = bound(name, self._argument(name, function, frame, calls - 1))
+                if found := file.parts(given, file.names(function, names | own)):
+                    return found
+        return {}
+
+    def _visible(self, file: Expressions, scopes: Sequence[ast.AST]) -> Names:
+        """Return names that follow from numbers at a place in `scopes`."""
         place = id(scopes[0])  # which the trees keep alive
         if place not in self._known:
-            self._known[place] = _visible(scopes, reads)
+            self._known[place] = {}  # of a function that calls itself
+            self._known[place] = file.visible(scopes)
         return self._known[place]
 
-    def _argument(
-        self, name: str, function: _Function, frame: FrameType, calls: int
-    ) -> Mixture | None:
-        """Return what an argument of a function that runs follows from, if any."""
+    def _argument(self, name: str, function: Function, frame: FrameType, calls: int) -> Names:
+        """Return which numbers an argument of a function that runs has."""
         for _ in range(_MOST_CALLS):
-            caller = frame.f_back
-            while caller and caller.f_code.co_filename in _CALLING:
-                caller = caller.f_back
-            place = _place_in(caller) if caller else None
-            if caller is None or place is None or _is_library(caller.f_code.co_filename):
-                return None
-            found = self._at(caller, place)
-            if found is None or not isinstance(found.node, ast.Call):
-                return None
+            caller = _caller(frame)
+            found = self._at(caller[0].f_code.co_filename, caller[1]) if caller else None
+            if caller is None or found is None or not isinstance(found.node, ast.Call):
+                return {}
             if given := _given(found.node, function, name):
-                return self._first([given], caller, found.scopes, calls)
+                return self._parts(given, caller[0], found.scopes, calls)
             if not _hands_on_all(found.node):
-                return None
-            frame = caller
+                return {}
+            frame = caller[0]
+        return {}
+
+    def _returned_at(self, site: _Site) -> Names:
+        """Return which numbers are in what functions returned that were called at a site."""
+        if site in self._returned or site not in self._calls:
+            return self._returned.get(site, {})
+        self._returned[site] = {}  # of a function that calls itself
+        found: Names = {}
+        for filename, place in self._calls[site]:
+            node = self._at(filename, place)
+            scopes = node.scopes if node else ()
+            function = next((scope for scope in scopes if isinstance(scope, Function)), None)
+            if function is not None:
+                file = self._expressions(filename)
+                own = scopes[scopes.index(function) :]
+                found |= file.returns(function, self._visible(file, own))
+        self._returned[site] = found
+        return found
+
+
+def _function(frame: FrameType) -> FrameType:
+    """Return the frame of the function in which a frame, that may be of a comprehension, runs."""
+    while frame.f_code.co_name in _INNER and frame.f_back:
+        frame = frame.f_back
+    return frame
+
+
+def _caller(frame: FrameType) -> tuple[FrameType, Place] | None:
+    """Return the frame of the script that called that of a function, and where; None without."""
+    caller = frame.f_back
+    while caller and caller.f_code.co_filename in _CALLING:
+        caller = caller.f_back
+    if caller is None or _is_library(caller.f_code.co_filename):
         return None
+    place = _place_in(caller)
+    return None if place is None else (caller, place)
 
 
 @functools.cache
@@ -215,35 +281,21 @@ def _tree(filename: str) -> Tree:
     waiting: list[tuple[ast.AST, tuple[ast.AST, ...]]] = [(root, (root,))]
     while waiting:
         node, scopes = waiting.pop()
-        if isinstance(node, ast.BinOp | ast.AugAssign | ast.Call):
-            found[_place(node)] = _Node(node, scopes)
-        inner = (node, *scopes) if isinstance(node, _Function | ast.ClassDef) else scopes
+        if isinstance(node, ast.BinOp | ast.AugAssign | ast.Call | ast.Attribute):
+            found[place_of(node)] = _Node(node, scopes)
+        inner = (node, *scopes) if isinstance(node, Function | ast.ClassDef) else scopes
         waiting += [(child, inner) for child in ast.iter_child_nodes(node)]
     return found
 
 
-def _place(node: ast.AST) -> Place:
-    return node.lineno, node.end_lineno, node.col_offset, node.end_col_offset  # type: ignore[attr-defined]
-
-
-def _operands(node: ast.AST) -> Iterator[ast.AST]:
-    if isinstance(node, ast.BinOp):
-        yield from (node.left, node.right)
-    elif isinstance(node, ast.AugAssign):
-        yield node.value
-    elif isinstance(node, ast.Call):
-        yield from node.args
-        yield from (keyword.value for keyword in node.keywords)
-
-
-def _given(call: ast.Call, function: _Function, name: str) -> ast.AST | None:
+def _given(call: ast.Call, function: Function, name: str) -> ast.AST | None:
     """Return what a call of a function gives for one of its arguments, if that can be told."""
     for keyword in call.keywords:
         if keyword.arg == name:
             return keyword.value
-    names = _parameters(function)
+    names = parameters(function)
     own = names[:1] if names[:1] in (["self"], ["cls"]) else []
-    is_bound = bool(own) and _key(call.args[0] if call.args else None) != own[0]
+    is_bound = bool(own) and ast.unparse(call.args[0] if call.args else call) != own[0]
     at = names.index(name) - is_bound
     given = call.args[: at + 1]
     if len(given) <= at or any(isinstance(each, ast.Starred) for each in given):
@@ -254,140 +306,3 @@ def _given(call: ast.Call, function: _Function, name: str) -> ast.AST | None:
 def _hands_on_all(call: ast.Call) -> bool:
     """Return whether a call gives all arguments that its function got, as wrappers do."""
     return len(call.args) == 1 and isinstance(call.args[0], ast.Starred)
-
-
-def _parameters(function: _Function) -> list[str]:
-    given = function.args
-    return [each.arg for each in (*given.posonlyargs, *given.args, *given.kwonlyargs)]
-
-
-def _visible(scopes: Sequence[ast.AST], reads: Reads) -> Names:
-    """Return names that follow from numbers, in functions around a place and at their object."""
-    found: Names = {}
-    for scope in reversed(scopes):
-        if isinstance(scope, ast.ClassDef):
-            found |= _attributes(scope, reads)
-            continue
-        if isinstance(scope, _Function):  # its arguments are others
-            found = {name: found[name] for name in found if name not in _parameters(scope)}
-        found = _names(scope, reads, found)
-    return found
-
-
-def _attributes(owner: ast.ClassDef, reads: Reads) -> Names:
-    """Return attributes of `self` that follow from numbers, in any method of a class."""
-    methods = [node for node in owner.body if isinstance(node, _Function)]
-    found = [_names(method, reads, {}) for method in methods]
-    return {key: each[key] for each in found for key in each if "." in key}
-
-
-def _names(scope: ast.AST, reads: Reads, known: Names) -> Names:
-    """Return the names of a function that have a number, or what follows from one.
-
-    Args:
-        scope: The function.
-        reads: Of its file.
-        known: Names that are known already.
-    """
-    found = dict(known)
-    nodes = list(_assignments(scope))
-    before = -1
-    while len(found) > before:
-        before = len(found)
-        for node in nodes:
-            targets = node.targets if isinstance(node, ast.Assign) else [node.target]
-            for target in targets:
-                if node.value is not None:
-                    found = _assigned(target, node.value, reads, found) | found
-    return found
-
-
-def _assignments(scope: ast.AST) -> Iterator[Any]:
-    """Yield assignments of a function, and not those of functions in it."""
-    waiting = list(ast.iter_child_nodes(scope))
-    while waiting:
-        node = waiting.pop()
-        if isinstance(node, _ASSIGNING):
-            yield node
-        if not isinstance(node, _Function | ast.ClassDef):
-            waiting += ast.iter_child_nodes(node)
-
-
-def _key(node: ast.AST | None) -> str:
-    """Return the name of a variable, or of an attribute of `self`; empty for other expressions."""
-    if isinstance(node, ast.Name):
-        return node.id
-    is_own = isinstance(node, ast.Attribute) and _key(node.value) == "self"
-    return f"self.{node.attr}" if is_own else ""  # type: ignore[union-attr]
-
-
-def _assigned(target: ast.AST, value: ast.AST, reads: Reads, names: Names) -> Names:
-    if key := _key(target):
-        source = _source(value, reads, names)
-        return {key: source} if source else {}
-    if not isinstance(target, ast.Tuple | ast.List):
-        return {}
-    if isinstance(value, ast.Tuple | ast.List) and len(value.elts) == len(target.elts):
-        found: Names = {}
-        for pair in zip(target.elts, value.elts, strict=True):
-            found |= _assigned(*pair, reads, names)
-        return found
-    dim = _dim_of_shape(value, reads)
-    key = _key(target.elts[dim]) if dim is not None and dim < len(target.elts) else ""
-    return {key: SIZE} if key else {}
-
-
-def _dim_of_shape(node: ast.AST, reads: Reads) -> int | None:
-    """Return where samples are in all sizes of a tensor, from the first dim on."""
-    if isinstance(node, ast.Subscript) and isinstance(node.slice, ast.Slice):
-        return _dim_of_shape(node.value, reads) if node.slice.lower is None else None
-    is_shape = isinstance(node, ast.Attribute) and node.attr == "shape"
-    is_called = isinstance(node, ast.Call) and not node.args and _called(node) == "size"
-    dim = reads.get(_place(node)) if is_shape or is_called else None
-    return dim if isinstance(dim, int) else None
-
-
-def _called(node: ast.Call) -> str:
-    function = node.func
-    return function.id if isinstance(function, ast.Name) else getattr(function, "attr", "")
-
-
-def _source(node: ast.AST, reads: Reads, names: Names) -> Mixture | None:
-    """Return what an expression follows from, if it is a number that follows from one."""
-    if key := _key(node):
-        return names.get(key)
-    if isinstance(node, ast.Subscript):
-        dim = _dim_of_shape(node.value, reads)
-        is_size = dim is not None and isinstance(node.slice, ast.Constant)
-        return SIZE if is_size and node.slice.value == dim else None  # type: ignore[attr-defined]
-    if isinstance(node, ast.Call) and _called(node) in _SIZE_NAMES:
-        # Watches read sizes at places of others.
-        return SIZE if isinstance(reads.get(_place(node)), int) else None
-    if isinstance(node, ast.Call) and _called(node) in _NUMBER_NAMES:
-        number = reads.get(_place(node))
-        if isinstance(number, Mixture):
-            return number
-    if isinstance(node, ast.BinOp) and reads.get(_place(node), 0) is None:
-        return None  # a tensor
-    return next(filter(None, (_source(child, reads, names) for child in _parts(node))), None)
-
-
-def _parts(node: ast.AST) -> Iterator[ast.AST]:
-    """Yield the parts of an expression of numbers that decide its value."""
-    if isinstance(node, ast.UnaryOp):
-        yield node.operand
-    elif isinstance(node, ast.IfExp):
-        yield from (node.body, node.orelse)
-    elif isinstance(node, ast.Tuple | ast.List):
-        yield from node.elts
-    elif isinstance(node, ast.BinOp) or (isinstance(node, ast.Call) and _is_of_numbers(node)):
-        yield from _operands(node)
-
-
-def _is_of_numbers(node: ast.Call) -> bool:
-    """Return whether an expression calls a function of Python that returns a number."""
-    function = node.func
-    if isinstance(function, ast.Name):
-        return function.id in _FUNCTIONS
-    owner = function.value if isinstance(function, ast.Attribute) else None
-    return isinstance(owner, ast.Name) and owner.id in _MODULES

@@ -65,6 +65,8 @@ def handed_on(
     """
     given = tensors_of(of_values(name, args, kwargs))
     found = [(x, mixture) for x in given if (mixture := mixture_of(x))]
+    if name == "grad":  # of a mean times samples: each sample has its own
+        found = [(x, mixture) for x, mixture in found if not mixture.unless_counted]
     found += [(x, mixture) for x in _indices(name, args, kwargs) if (mixture := mixture_of(x))]
     places = {id(x) for x in _indices(name, args, kwargs)} if found else ()
     left = (each for x, each in found if not (each.place and id(x) in places))

@@ -52,6 +52,7 @@ from msrun.parallel.config import ROOT
 from msrun.parallel.exchange import messages
 from msrun.parallel.losses.batch import tensors_in
 from msrun.parallel.losses.call_hook import CallHook, trains
+from msrun.parallel.losses.decided.outside_values import StepValues
 from msrun.parallel.losses.mixing import dims_of
 from msrun.parallel.losses.notes import grad_fn_of, is_passed, watch_numbers
 from msrun.parallel.losses.torch_calls import DIVIDING, name_of, of_values, script_line, tensors_of
@@ -114,6 +115,7 @@ class Decisions:
             same from the end of the first step on.
         is_in_step: Whether calls of the model are those of a step, and not of a plain loop.
         trace: Of the first micro-batch of the first step, until the second begins.
+        values: What losses of steps meet that is of no sample.
     """
 
     def __init__(self) -> None:
@@ -131,6 +133,7 @@ class Decisions:
         self._warned: set[str] = set()
         self._calls: list[contextlib.ExitStack] = []
         self.trace: DecisionTrace | None = None
+        self.values = StepValues()
 
     def begin(self, group: dist.ProcessGroup | None, device: torch.device, parts: int) -> None:
         """Begin a step.

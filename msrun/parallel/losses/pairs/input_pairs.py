@@ -162,8 +162,11 @@ def _inputs(*marks: Mark) -> tuple[str, ...]:
     return tuple(dict.fromkeys(found))
 
 
-def _mixture(name: str) -> Mixture:
-    return Mixture(name, hint="" if name.startswith(_OWN) else CUT_HINT)
+def _mixture(call: TorchCall, name: str, mark: Mark) -> Mixture:
+    """Return that pairs were used, of the inputs of `mark`, or of one input."""
+    if call.is_cut or not mark.others:
+        return Mixture(name, hint=CUT_HINT if mark.others else "")
+    return Mixture(name, between=(mark.inputs, mark.others))
 
 
 def _shown(first: tuple[str, ...], second: tuple[str, ...], call: TorchCall) -> str:
@@ -187,16 +190,16 @@ def _paired(call: TorchCall) -> Outcome:
         return None
     dim, across = places
     first, second = places[dim], places[across]
-    is_known = call.is_cut or (set(first) & set(second) and call.name not in _ATTENDING)
-    if not (first and second and is_known):
-        return None  # of inputs that nothing cuts, or of attention, which `over_sequence` knows
-    if set(first) & set(second):
+    is_own = bool(set(first) & set(second))
+    if not (first and second) or (is_own and call.name in _ATTENDING and not call.is_cut):
+        return None  # of attention, which `over_sequence` knows
+    if is_own:
         is_of_samples = call.samples > 1 and takes_gradients(call.result)
         own = Mark(dim, inputs=first, across=across, pairs=_OWN + call.line())
         return own if is_of_samples else None
-    if call.name in _ATTENDING:
-        return _mixture(_shown(first, second, call))
-    return Mark(dim, inputs=first, across=across, pairs=_shown(first, second, call))
+    shown = _shown(first, second, call)
+    pairs = Mark(dim, inputs=first, across=across, pairs=shown, others=second)
+    return _mixture(call, shown, pairs) if call.name in _ATTENDING else pairs
 
 
 def _places(call: TorchCall) -> Iterator[tuple[Mark, int]]:
@@ -306,7 +309,7 @@ def _chosen_rows(call: TorchCall) -> Mixture | None:
         is_place = not (index.is_floating_point() or index.dtype == torch.bool)
         if is_place and own and own.inputs and not set(own.inputs) & set(mark.inputs):
             name = f"rows of {mark.inputs[0]} that values of {own.inputs[0]} choose"
-            return _mixture(f"{name} ({_place(call)})")
+            return Mixture(f"{name} ({_place(call)})", hint=CUT_HINT)
     return None
 
 
@@ -364,7 +367,7 @@ def _of_pairs(call: TorchCall, rule: Rule) -> Outcome:
     first, second = (_along(call, rule, pairs, attribute) for attribute in ("dim", "across"))
     dims = [found.dim for found in (first, second) if isinstance(found, Mark)]
     if None in dims or len(set(dims)) < _MATRIX:
-        return _mixture(mark.pairs)
+        return _mixture(call, mark.pairs, mark)
     return mark._replace(dim=dims[0], across=dims[1])
 
 
@@ -407,5 +410,5 @@ def _diagonal(call: TorchCall, mark: Mark) -> Outcome:
         return Mark(0, inputs=mark.inputs)
     first, second = call.value(2, "dim1", 0), call.value(3, "dim2", 1)
     if call.value(1, "offset", 0) or {first % call.x.dim(), second % call.x.dim()} != dims:
-        return _mixture(mark.pairs)
+        return _mixture(call, mark.pairs, mark)
     return Mark(call.result.dim() - 1, inputs=mark.inputs)

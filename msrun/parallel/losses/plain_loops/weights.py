@@ -40,14 +40,15 @@ from msrun.parallel.foreach.values import refused_penalties
 from msrun.parallel.local import full_tensor, is_sharded
 from msrun.parallel.losses.batch import tensors_in
 from msrun.parallel.losses.calls.unknown import warn_of_unknown
+from msrun.parallel.losses.decided.outside_values import (
+    OutsideValue,
+    OutsideValues,
+    is_looked_at,
+    unlike_outside,
+)
 from msrun.parallel.losses.linearity import derivatives
 from msrun.parallel.losses.linked_terms import forget
 from msrun.parallel.losses.own_gradients import is_gradient
-from msrun.parallel.losses.plain_loops.outside_values import (
-    OutsideValue,
-    OutsideValues,
-    unlike_outside,
-)
 from msrun.parallel.losses.plain_loops.sample_watches import SampleWatches, samples_of
 from msrun.parallel.losses.plain_loops.sums import (
     Weight,
@@ -68,13 +69,11 @@ from msrun.parallel.torch_compat import (
     remove_mode,
 )
 
-_STEPS, _EVERY = (1, 2, 3, 10, 100), 1000
 _HINT = (
     "rt.step divides by the count of all ranks; a loop may divide the sum by "
     "rt.mean_over_data(count), which all ranks have"
 )
 _NUMBERS_HINT = "take that of all ranks, rt.mean_over_data(value)"
-_MATRIX_HINT = "make it of the samples of all ranks, which rt.gather(x) has"
 _GRADIENTS = (
     "gradients that torch.autograd.grad takes by parameters in this loop are those of this rank's "
     "samples, and no rank averages them"
@@ -143,8 +142,7 @@ class PlainLosses:
 
     def _is_regular(self) -> bool:
         """Return whether ranks look at this step whatever they found before."""
-        step = self._steps + 1
-        return step in _STEPS or step % _EVERY == 0
+        return is_looked_at(self._steps + 1)
 
     def _look(self, batch: Sequence[Tensor]) -> _Window:
         if self._window is None or self._window.has_ended:
@@ -195,11 +193,10 @@ class PlainLosses:
     def _settle_outside(self, group: dist.ProcessGroup, device: torch.device) -> None:
         found, self._outside = self._outside, []
         every = messages.gather_all(found, list[OutsideValue], group, device)
-        unlike = unlike_outside(every, dist.get_process_group_ranks(group))
+        unlike = unlike_outside(every, [f"rank {x}" for x in dist.get_process_group_ranks(group)])
         if unlike and not self._has_told_outside:
             self._has_told_outside = True
-            text, is_number = unlike
-            self._warn(text, _NUMBERS_HINT if is_number else _MATRIX_HINT)
+            warnings.warn(f"msrun: {unlike}", stacklevel=5)
 
     def drop(self) -> None:
         """Look no more until the next call of a model, and forget what was found."""
@@ -295,7 +292,7 @@ class _Window(TorchFunctionMode):
         self.outside = outside
         self._note, self._note_gradients = note, note_gradients
         self._samples = samples_of(batch)
-        self._losses = LossWatch(samples_of(batch), inputs=batch)
+        self._losses = LossWatch(samples_of(batch), inputs=batch, is_beside=True)
         self._mixtures = SampleWatches()
         self._problem: ModelError | None = None
         self._outputs: set[Any] = set()  # nodes of autograd
@@ -409,7 +406,10 @@ class _Window(TorchFunctionMode):
     def mixture(self, loss: Tensor) -> ModelError | None:
         """Return what is wrong with `loss` if it depends on mixed samples; or warn of it."""
         for watch in self._mixtures.watches.values():
-            if problem := watch.read(loss, is_cut=False):
+            problem = watch.read(loss, is_cut=False)
+            if self.outside:
+                self.outside.found += watch.pairs
+            if problem:
                 return problem
         return self._problem
 

@@ -93,6 +93,85 @@ def in_comprehension(h, count):
     return torch.stack([column * count for column in h.unbind(1)], 1)
 
 
+def number_of(x):
+    return len(x)
+
+
+def root_of(x):
+    count = number_of(x)
+    return 1 / math.sqrt(count)
+
+
+def with_number(x):
+    return x.tanh(), {"samples": len(x), "width": x.shape[1]}
+
+
+def by_returned_values(h):
+    h, sizes = with_number(h)
+    return h / sizes["samples"]
+
+
+class Counter(nn.Module):
+    """Its method returns the number, which a list keeps."""
+
+    def count(self, h):
+        return h.shape[0]
+
+    def forward(self, h):
+        self.last = [h, self.count(h)]
+        return h * self.last[1]
+
+
+class Measured(Counter):
+    """Has the number as a property."""
+
+    def forward(self, h):
+        self.last = h
+        return h * self.size
+
+    @property
+    def size(self):
+        return self.count(self.last)
+
+
+def by_list(h):
+    sizes = [h.shape[1]]
+    sizes.append(len(h))
+    return h / sum(sizes)
+
+
+def by_item(h):
+    sizes = {}
+    sizes["samples"] = len(h)
+    return times_of(h, sizes)
+
+
+def times_of(h, sizes):
+    return h * sizes["samples"]
+
+
+def by_object(h):
+    known = Known()
+    known.count = len(h)
+    return h * known.count
+
+
+class Known:
+    """Whatever a script keeps there."""
+
+
+def spread_of(h):
+    return h.detach().std().item()
+
+
+def by_all_sizes(h):
+    sizes = list(h.shape)
+    return h * sizes[0]
+
+
+halves = lambda x: len(x) / 2  # noqa: E731 - as scripts have it
+
+
 def by_own_number(h):
     spread = h.detach().std().item()
     return h / (spread + 1e-5)
@@ -120,9 +199,23 @@ FOLLOWED = {
         "running ones": lambda h: h * torch.ones(len(h)).cumsum(0)[:, None],
         "running rows": lambda h: h * torch.full((len(h), 1), 0.5).to(h).cumprod(0),
         "running ones of its kind": lambda h: h * h.new_ones((h.shape[0], 1)).cumsum(dim=0),
+        "returned": lambda h: h / number_of(h),
+        "returned by several": lambda h: h * root_of(h),
+        "returned with others": by_returned_values,
+        "a method and an attribute": Counter(),
+        "a property": Measured(),
+        "a lambda": lambda h: h * halves(h),
+        "a list": by_list,
+        "a dict as an argument": by_item,
+        "an object": by_object,
+        "all sizes": by_all_sizes,
         "in a comprehension": lambda h: in_comprehension(h, len(h)),
     },
-    "std over samples": {"item": by_own_number, "float": by_own_float},
+    "std over samples": {
+        "item returned": lambda h: h / (spread_of(h) + 1),
+        "item": by_own_number,
+        "float": by_own_float,
+    },
     "mean over samples": {"item as an argument": by_given_number},
 }
 CASES = {(text, name): run for text, runs in FOLLOWED.items() for name, run in runs.items()}
@@ -147,7 +240,25 @@ def of_another_size(h):
     return times(h.view(count, width), width)
 
 
+def by_another_returned_value(h):
+    h, sizes = with_number(h)
+    return h / sizes["width"]
+
+
+def halved(h):
+    """Return a tensor, whatever was read for it."""
+    return h.view(len(h), -1) * 0.5
+
+
+def by_another_item(h):
+    sizes = [len(h), h.shape[1]]
+    other = [*h.shape][-1]
+    return h / sizes[1] + halved(h) * other
+
+
 RIGHT = {
+    "another value that is returned": by_another_returned_value,
+    "another item": by_another_item,
     "another number": lambda h: times(h, 2),
     "a default": times_root,
     "another attribute": Careful(),

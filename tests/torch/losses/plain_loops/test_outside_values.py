@@ -1,4 +1,4 @@
-"""What plain loops keep of samples for later losses: a warning, unless it is of all ranks."""
+"""What scripts keep of samples for later losses: a warning, unless it is of all ranks."""
 
 import warnings
 
@@ -116,5 +116,67 @@ def test_what_is_of_earlier_samples_of_all_ranks_is_right(loop):
     expected, _ = run_warm(trained, 1, loop, All)[0]
 
     for found, said in run_warm(trained, 2, loop, All):
+        assert said == []
+        torch.testing.assert_close(found, expected, rtol=0, atol=1e-12)
+
+
+def above_baseline(keeps):
+    baseline = 0.0
+
+    def loss_of(output, target):
+        nonlocal baseline
+        rewards = (output.argmax(1) == target).double()
+        losses = functional.cross_entropy(output, target, reduction="none")
+        advantages = rewards - baseline
+        baseline = 0.9 * baseline + 0.1 * keeps.mean(output.detach()).item()
+        return (advantages * losses).mean()
+
+    return loss_of
+
+
+def against_queue(keeps):
+    queue = torch.ones(24, 10, dtype=torch.double)
+
+    def loss_of(output, target):
+        nonlocal queue
+        features = functional.normalize(output, dim=1)
+        logits = torch.cat([features.amax(1, keepdim=True), features @ queue.T], 1)
+        queue = torch.cat([queue, keeps.rows(features.detach())])[-24:]
+        return functional.cross_entropy(logits, torch.zeros_like(target))
+
+    return loss_of
+
+
+def stepped(loss, kind, config):
+    """Return the weights after three steps, and the warnings."""
+    rt = msrun.init(config)
+    model = rt.shard(build())
+    update = rt.optimizer(torch.optim.SGD(model.parameters(), lr=0.1))
+    loss_of = loss(kind(rt))
+    with warnings.catch_warnings(record=True) as caught:
+        warnings.simplefilter("always")
+        for x, y in data(ignored=False):
+            part = [tensor.chunk(rt.world_size)[rt.rank] for tensor in (x, y)]
+            rt.step(model, update, loss_of, *part)
+    said = [str(each.message) for each in caught if "samples meet" in str(each.message)]
+    return [param.detach() for param in model.parameters()], said
+
+
+@pytest.mark.parametrize(("ranks", "config"), [(2, {}), (1, {"accumulate": 2})])
+@pytest.mark.parametrize(
+    ("loss", "words"), [(above_baseline, "a number that"), (against_queue, "a matrix that")]
+)
+def test_a_step_whose_loss_keeps_what_is_of_its_part_warns(loss, words, ranks, config):
+    parts = "ranks" if ranks > 1 else "micro-batches"
+    for _, (text,) in run_warm(stepped, ranks, loss, Own, config):
+        assert f"meet {words} {parts} have others of, in" in text
+        assert "(test_outside_values.py, line" in text
+
+
+@pytest.mark.parametrize("loss", [above_baseline, against_queue])
+def test_a_step_whose_loss_keeps_what_is_of_all_ranks_is_right(loss):
+    expected, _ = run_warm(stepped, 1, loss, All, {})[0]
+
+    for found, said in run_warm(stepped, 2, loss, All, {}):
         assert said == []
         torch.testing.assert_close(found, expected, rtol=0, atol=1e-12)
