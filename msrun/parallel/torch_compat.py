@@ -418,6 +418,11 @@ def empty_wrapper(kind: type[Any], shape: Sequence[int], part: Tensor) -> Any:
     return make(kind, shape, dtype=part.dtype, device=part.device, requires_grad=part.requires_grad)
 
 
+def of_class(tensor: Tensor, kind: type[Tensor]) -> Tensor:
+    """Return `tensor`, in the same memory, as one of the subclass `kind`, which has no other."""
+    return Tensor._make_subclass(kind, tensor)  # noqa: SLF001 - `as_subclass` keeps a reference
+
+
 def of_subclass() -> AbstractContextManager[None]:
     """Return a context in which functions take a tensor of a subclass as torch made it."""
     context: AbstractContextManager[None] = torch._C.DisableTorchFunctionSubclass()  # noqa: SLF001

@@ -65,11 +65,11 @@ class Depending:
     def add(self, tensor: Tensor) -> None:
         """Follow `tensor`."""
         if tensor.numel():
-            self._kept[_memory(tensor)] = tensor
+            self._kept[memory_of(tensor)] = tensor
 
     def has(self, value: Any) -> bool:
         """Return whether some tensor in `value` depends on a followed one."""
-        return any(x.numel() and _memory(x) in self._kept for x in tensors_in(value))
+        return any(x.numel() and memory_of(x) in self._kept for x in tensors_in(value))
 
     def active(self) -> AbstractContextManager[object]:
         """Follow operators inside."""
@@ -83,7 +83,8 @@ class Depending:
         return output
 
 
-def _memory(tensor: Tensor) -> int:
+def memory_of(tensor: Tensor) -> int:
+    """Return where the values of `tensor` are on this rank; its views are there too."""
     return local_part(tensor).untyped_storage().data_ptr()
 
 

@@ -26,8 +26,8 @@ Invariants:
 - Every rank joins every exchange, forward and backward, also if no token came to its experts:
   then the result depends on the weights by a factor of 0, so that their gradients are zeros, as in
   one process, and the backward pass passes here.
-- A module that the mixture calls after its experts with what it has before, such as a shared
-  expert, computes while rows travel (`shared_path`).
+- A module that the mixture calls beside its experts, such as a shared expert, computes while rows
+  travel (`shared_path`).
 - Under autocast rows travel in its type, in which the experts multiply them.
 - The forward sees its own number of experts where an attribute has the number of all, such as
   `num_experts`.
@@ -99,13 +99,13 @@ def apply(
         experts = next(iter(module.parameters())).size(0)
         for param, tensor in list(module.named_parameters(recurse=False)):
             setattr(module, param, _shard(tensor, mesh))
-        shared = None if context.sequence else _shared_path(model, name)
+        shared = None if context.sequence else _shared_path(model, name, mesh)
         module.forward = _Routed(name, module, mesh, shared, experts=experts, share=share)
         found.append(module)
     return found
 
 
-def _shared_path(model: nn.Module, name: str) -> SharedPath | None:
+def _shared_path(model: nn.Module, name: str, mesh: DeviceMesh) -> SharedPath | None:
     """Return what runs beside the experts `name` in the forward that calls them, in its place."""
     mixture = model.get_submodule(name.rpartition(".")[0])
     others = (nn.Module.forward, nn.Sequential.forward)
@@ -113,7 +113,7 @@ def _shared_path(model: nn.Module, name: str) -> SharedPath | None:
         return None
     if isinstance(mixture.forward, SharedPath):  # of other experts in the same forward
         return None
-    mixture.forward = shared = SharedPath(mixture, model.get_submodule(name))
+    mixture.forward = shared = SharedPath(mixture, model.get_submodule(name), mesh)
     return shared
 
 

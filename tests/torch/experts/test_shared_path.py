@@ -1,4 +1,4 @@
-"""A shared expert that follows 3-D experts computes while rows travel to them."""
+"""A shared expert beside 3-D experts computes while rows travel to them."""
 
 from __future__ import annotations
 
@@ -14,7 +14,10 @@ from torch import nn
 from torch.nn import functional
 
 import msrun
+from msrun.errors import ModelError
 from msrun.parallel import torch_compat
+from msrun.parallel.experts.later import later
+from msrun.parallel.experts.shared_path import postponed
 from msrun.parallel.local import full_tensor
 
 pytestmark = [
@@ -53,13 +56,50 @@ class OwnInput(Rows):
 
 
 class Before(Rows):
-    """Calls the shared expert before the others."""
+    """Calls the shared expert before the others, as Qwen's models do."""
+
+    def __init__(self):
+        super().__init__()
+        self.gate.register_forward_pre_hook(lambda *_: self.experts.order.append("gate"))
 
     def forward(self, x):
         rows = x.reshape(-1, WIDTH)
-        shared = self.shared(rows)
+        shared = self.looked_at(self.shared(rows))
         weights, index = self.route(rows)
         return (self.experts(rows, index, weights) + shared).view_as(x)
+
+    def looked_at(self, shared):
+        return shared
+
+
+class Doubled(torch.autograd.Function):
+    @staticmethod
+    def forward(_, x):
+        return x * 2
+
+    @staticmethod
+    def backward(_, gradient):
+        return gradient * 2
+
+
+class Looked(Before):
+    """Gives the output of the shared expert to a function of autograd first."""
+
+    def looked_at(self, shared):
+        return Doubled.apply(shared)
+
+
+class Halved(Before):
+    """Looks at the output of the shared expert first from the second call on."""
+
+    calls = 0
+
+    def looked_at(self, shared):
+        self.calls += 1
+        if self.calls > 1:
+            shared /= 2
+            assert shared.shape[-1] == WIDTH
+        return shared
 
 
 class Behind(Rows):
@@ -156,7 +196,27 @@ CASES = {
         " ".join([LATE] * 4),
         " ".join([EARLY] * 4),
     ),
-    "before": (TWO, Before, EARLY, EARLY),
+    "before": (TWO, Before, "shared gate experts", "gate shared experts"),
+    "before, copies and zero": (
+        {"mesh": {"dp": 2, "ep": 2}, **ZERO},
+        Before,
+        "shared gate experts",
+        "gate shared experts",
+    ),
+    "before, recomputed": (
+        {**TWO, **AGAIN},
+        Before,
+        "shared gate experts shared gate experts",
+        "gate shared experts gate shared experts",
+    ),
+    "before, looked at": (TWO, Looked, "shared gate experts", "shared gate experts"),
+    "before, looked at later": (TWO, Halved, "shared gate experts", "shared gate experts"),
+    "only experts recomputed": (
+        {**TWO, "recompute": {"modules": ["1.experts"]}},
+        OwnInput,
+        "experts shared experts",
+        "experts shared experts",
+    ),
     "behind": (TWO, Behind, LATE, LATE),
     "another input": (TWO, Fickle, LATE, f"{EARLY} shared"),
     "without gradients": (TWO, Frozen, LATE, f"{EARLY} shared"),
@@ -172,21 +232,22 @@ def test_training_equals_one_process(name):
         assert orders == [first] + [later] * (STEPS - 1)
 
 
-def evaluated(make):
+def evaluated(make, context):
     """Return how far evaluations are from one process."""
     whole = build(make)
     rt = msrun.init(TWO | {"plan": [RULE]})
     model = rt.shard(copy.deepcopy(whole)).eval()
     gaps = []
-    with torch.no_grad():
+    with context():
         for x, _ in batches(2):
             part = x.chunk(2)[rt.rank]
             gaps.append((model(part) - whole(part)).abs().max().item())
     return max(gaps)
 
 
-def test_rows_that_are_written_before_the_shared_expert_count():
-    assert max(run_warm(evaluated, 2, Writing)) < 2e-6
+@pytest.mark.parametrize("context", [torch.no_grad, torch.inference_mode])
+def test_rows_that_are_written_before_the_shared_expert_count(context):
+    assert max(run_warm(evaluated, 2, Writing, context)) < 2e-6
 
 
 def kept_graphs():
@@ -234,7 +295,25 @@ def overlapped(make, path):
     return delayed.waited, delayed.begun
 
 
-@pytest.mark.parametrize("make", [Rows, OwnInput])
+@pytest.mark.parametrize("make", [Rows, OwnInput, Before])
 def test_a_shared_expert_runs_while_rows_travel_and_while_their_gradients_do(tmp_path, make):
     found = run_warm(overlapped, 2, make, str(tmp_path / "store"))
     assert found == [(0, 5), (2, 5)]
+
+
+def test_a_later_tensor_is_computed_as_it_was_called():
+    shared, x = nn.Linear(WIDTH, WIDTH), torch.randn(2, WIDTH)
+    with torch.autocast("cpu", dtype=torch.bfloat16):
+        found = later(postponed(shared, x), x)
+    with torch.no_grad():
+        assert (found.dtype, type(found)) == (torch.bfloat16, torch.Tensor)
+    found.sum().backward()
+    assert shared.bias.grad.tolist() == [2.0] * WIDTH
+
+
+def test_a_later_tensor_of_what_was_written_is_refused():
+    x = torch.randn(2, WIDTH)
+    found = later(postponed(nn.Identity(), x), x)
+    x += 1
+    with pytest.raises(ModelError, match="the input of a shared expert was written in place"):
+        found.sum()

@@ -99,6 +99,20 @@ def test_when_nothing_fits_the_least_memory_that_would_is_known():
     assert enough.best.memory <= last.least * 1.001
 
 
+def test_values_between_stages_are_sent_over_the_links_of_their_nodes():
+    layout = JobLayout(stages=2, sizes=(1,), microbatches=2, recompute=False)
+
+    def seconds(per_node):
+        topology = msgspec.structs.replace(TINY, per_node=per_node)
+        found = msgspec.structs.replace(job(world=2), topology=topology)
+        return mesh_search._Search(found).look(layout, math.inf).seconds
+
+    # Of two samples 4 x 8 numbers of 4 bytes, there and back in 2 micro-batches and an idle one.
+    rounds = 2 * 3
+    slower = 256 / 2e7 + 1e-6 - (256 / 1e8 + 1e-7)
+    assert seconds(per_node=1) - seconds(per_node=2) == pytest.approx(rounds * slower)
+
+
 def test_one_stage_costs_what_the_whole_program_does():
     program = programs.transformer(4, batch=2, length=4, width=8, heads=2)
     found = search(program, Setting(sizes=(2, 2), topology=TINY, rounds=2))

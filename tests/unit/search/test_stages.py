@@ -12,6 +12,7 @@ from programs import TINY, Draft
 
 from msrun.errors import UsageError
 from msrun.parallel.pipeline.chunks import Chunks
+from msrun.parallel.search.cost.topology import ordered
 from msrun.parallel.search.graph.axis_placement import RR
 from msrun.parallel.search.graph.operators import rule_of
 from msrun.parallel.search.graph.repeat import find_blocks
@@ -84,17 +85,49 @@ def test_the_slowest_stage_is_as_fast_as_it_can_be_and_little_is_handed_on():
     program = skip(depth=12)
     _, uses = read(program)
     seconds = {step.name: float(step.target.startswith("aten.linear")) for step in program.steps}
-    starts = cut_evenly(program, uses, seconds, SETTING, 3)
+    starts = cut_evenly(program, uses, seconds, SETTING, range(3))
     work = [seconds[step.name] for step in program.steps]
     assert max(sum(work[a:b]) for a, b in pairwise([*starts, len(work)])) == 5
     # Between two layers, where the first one's value and one more are handed on.
     parts = divide(program, uses, starts)
     assert [len(part.received) for part in parts] == [0, 2, 2]
     with pytest.raises(UsageError) as caught:
-        cut_evenly(program, uses, seconds, SETTING, 99)
+        cut_evenly(program, uses, seconds, SETTING, range(99))
     assert caught.value.message == (
         "parallel.mesh.pp: 99 stages, and the model has fewer places to cut at"
     )
+
+
+def test_the_links_between_two_stages_are_those_of_their_slowest_pair():
+    two = msgspec.structs.replace(TINY, per_node=2)
+    inside, across = two.inside, two.across
+    assert [TINY.between(0, 1, 2), TINY.between(1, 2, 2)] == [inside, across]
+    # Ranks 0 and 2 send to 1 and 3, each on its node.
+    assert ordered(two, [0, 2, 1, 3]).between(0, 1, 2) is inside
+    assert ordered(two, [0, 2, 3, 1]).between(0, 1, 2) is across
+    # Of three stages the last two are on one node.
+    turned = ordered(two, [0, 2, 3, 1])
+    assert [turned.between(at, at + 1, 1) for at in range(3)] == [across, inside, across]
+
+
+def test_a_wide_value_is_handed_on_where_the_links_are_fast():
+    draft = Draft()
+    wide = draft.linear(draft.input(4, 8), 64, bias=False)
+    y = draft.linear(wide, 8, bias=False)
+    program = draft.done(draft.op("mse_loss", (), self=y, target=draft.input(4, 8)))
+    seconds = dict(zip((step.name for step in program.steps), (60e-6, 60e-6, 20e-6), strict=True))
+    two = msgspec.structs.replace(TINY, per_node=2)
+
+    def starts(topology, stages):
+        setting = msgspec.structs.replace(SETTING, topology=topology)
+        return cut_evenly(program, read(program)[1], seconds, setting, stages)
+
+    # Of 1024 or 128 bytes a rank sends half, and gets as much back: on links between nodes in
+    # 53.2 or 8.4 us, so the slowest stage takes 80 + 53.2 or 120 + 8.4; inside of one in 10.44 or
+    # 1.48 us, 80 + 10.44 or 120 + 1.48.
+    assert starts(two, [0, 1]) == [0, 2]
+    assert starts(ordered(two, [0, 2, 1, 3]), [0, 1]) == [0, 1]
+    assert starts(two, [0, 0]) == [0, 1]
 
 
 def test_equal_blocks_are_divided_equally_or_not_at_all():

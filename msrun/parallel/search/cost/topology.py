@@ -120,6 +120,19 @@ class Topology(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=
             stride *= size
         return tuple(reversed(wires))
 
+    def between(self, stage: int, other: int, ranks: int) -> NetworkLevel:
+        """Return the links over which ranks of two stages, of `ranks` each, send to their peers.
+
+        One pair on two nodes makes the others wait.
+        """
+        places = ((stage * ranks + at, other * ranks + at) for at in range(ranks))
+        is_inside = all(self._node(one) == self._node(two) for one, two in places)
+        return self.inside if is_inside else self.across
+
+    def _node(self, position: int) -> int:
+        """Return the node of a position of the mesh."""
+        return position // self.per_node
+
     def _together(self, size: int, stride: int) -> int:
         """Return how many of `size` devices that are `stride` apart each of their nodes has."""
         return math.gcd(size, max(1, self.per_node // stride))
@@ -159,12 +172,16 @@ class OrderedTopology(Topology, frozen=True, kw_only=True):
 
     ranks: tuple[int, ...]
 
+    def _node(self, position: int) -> int:
+        """Return the node of a position of the mesh."""
+        return self.ranks[position] // self.per_node
+
     def _together(self, size: int, stride: int) -> int:
         """Return how many devices of a group of the axis its nodes have at least.
 
         Groups of one axis may have unlike links: all of them wait for the slowest.
         """
-        nodes = [rank // self.per_node for rank in self.ranks]
+        nodes = [self._node(at) for at in range(len(self.ranks))]
         firsts = (at for at in range(len(nodes)) if at // stride % size == 0)
         groups = (nodes[first : first + size * stride : stride] for first in firsts)
         return min(min(Counter(group).values()) for group in groups)

@@ -17,6 +17,7 @@ slower than the best plan so far the other tables are never made.
 
 from __future__ import annotations
 
+import math
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
 
@@ -110,11 +111,13 @@ class LayoutSolver:
         self._unpriced: dict[str, ChainTables] = {}
         border = chain.problem.nodes[chain.cut_nodes[0]]
         shares = parts(is_sharded(border.outs()), layout.sizes)
-        across = job.topology.across
+        ranks = math.prod(layout.sizes)
+        links = [job.topology.between(at, at + 1, ranks) for at in range(layout.stages - 1)]
+        slowest = min(links, key=lambda link: link.bandwidth, default=job.topology.inside)
         nbytes = program.values[job.blocks.cuts[0]].nbytes
         # Seconds to send the value, and its gradient back, in each of its layouts.
         self._sent: FloatArray = (
-            2 * layout.rounds * (nbytes / shares / across.bandwidth + across.latency)
+            2 * layout.rounds * (nbytes / shares / slowest.bandwidth + slowest.latency)
         )
 
     def least(self, best: float) -> float:

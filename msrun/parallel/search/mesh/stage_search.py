@@ -77,7 +77,8 @@ def search_stages(
             node.name: float(node.seconds[at]) / setting.rounds
             for node, at in zip(problem.nodes, chosen, strict=True)
         }
-        starts = cut_evenly(program, uses, seconds, setting, len(pace), allowed=allowed)
+        stages = [one.stage for one in pace]
+        starts = cut_evenly(program, uses, seconds, setting, stages, allowed=allowed)
         parts = divide(program, uses, starts)
         memory = largest_stage_memory(problem, chosen, parts, pace, inside)
         return PipelinePlan(result=result, starts=starts, memory=memory)

@@ -27,6 +27,7 @@ import msgspec
 import numpy as np
 
 from msrun.errors import ConfigError
+from msrun.parallel.search.cost.topology import NetworkLevel
 from msrun.parallel.search.graph.axis_placement import FloatArray
 from msrun.parallel.search.graph.program import Program, Step
 from msrun.parallel.search.graph.repeat import Blocks
@@ -179,11 +180,11 @@ def cut_evenly(
     uses: Uses,
     seconds: Mapping[str, float],
     setting: Setting,
-    stages: int,
+    stages: Sequence[int],
     *,
     allowed: Collection[int] | None = None,
 ) -> list[int]:
-    """Return the first step of each stage where the slowest takes least, within `_SLACK`.
+    """Return the first step of each part where the slowest takes least, within `_SLACK`.
 
     Of such cuts it is the one that sends least.
 
@@ -192,8 +193,8 @@ def cut_evenly(
         uses: Of the program.
         seconds: Step -> seconds of one micro-batch.
         setting: Of the mesh of one stage, whose ranks share what is sent.
-        stages: At least 2.
-        allowed: Steps that a stage may begin with; None is any.
+        stages: That of each part; there are at least 2 parts.
+        allowed: Steps that a part may begin with; None is any.
 
     Raises:
         ConfigError: There are too few steps to cut between.
@@ -206,40 +207,56 @@ def cut_evenly(
     inner = [at for at in every if crossing[at] and (allowed is None or at in allowed)]
     inner = sorted(sorted(inner, key=lambda at: crossing[at])[:_PLACES_MAX])
     places = np.array([0, *inner, len(steps)])
-    wire, ranks = setting.topology.across, math.prod(setting.sizes)
-    # Forward and backward, on the slowest link.
-    sent = np.array([2 * (crossing[at] / ranks / wire.bandwidth + wire.latency) for at in places])
-    sent[[0, -1]] = 0.0
-    cost = done[places] - done[places][:, None] + sent + sent[:, None]
-    # A stage needs a step of its own, not only constants and views.
-    cost[count[places] <= count[places][:, None]] = np.inf
-    slowest = _shortest(cost, np.maximum, stages)
+    ranks = math.prod(setting.sizes)
+    links = [
+        None if one == two else setting.topology.between(one, two, ranks)
+        for one, two in pairwise(stages)
+    ]
+    shares = np.array([crossing[at] / ranks for at in places])
+    sent = {link: _seconds_to_send(shares, link) for link in {*links, None}}
+    within = done[places] - done[places][:, None]
+    # A part needs a step of its own, not only constants and views.
+    within[count[places] <= count[places][:, None]] = np.inf
+    sides = list(pairwise([None, *links, None]))
+    kinds = {(a, b): within + sent[a][:, None] + sent[b] for a, b in sides}
+    costs = [kinds[side] for side in sides]
+    slowest = _shortest(costs, np.maximum)
     if slowest is None:
         raise ConfigError(
-            f"parallel.mesh.pp: {stages} stages, and the model has fewer places to cut at"
+            f"parallel.mesh.pp: {len(stages)} stages, and the model has fewer places to cut at"
         )
-    limit = max(cost[a, b] for a, b in pairwise(slowest)) * _SLACK
-    sent_within = np.where(cost <= limit, sent, np.inf)
-    return [int(places[at]) for at in (_shortest(sent_within, np.add, stages) or slowest)[:-1]]
+    limit = max(table[hop] for table, hop in zip(costs, pairwise(slowest), strict=True)) * _SLACK
+    handed_on = [
+        np.where(table <= limit, sent[link], np.inf)
+        for table, link in zip(costs, [*links, None], strict=True)
+    ]
+    return [int(places[at]) for at in (_shortest(handed_on, np.add) or slowest)[:-1]]
 
 
-def _shortest(cost: FloatArray, joined: np.ufunc, hops: int) -> list[int] | None:
+def _seconds_to_send(nbytes: FloatArray, link: NetworkLevel | None) -> FloatArray:
+    """Return the seconds that values take to the next part, and gradients back; None is no way."""
+    if link is None:
+        return np.zeros(len(nbytes))
+    seconds: FloatArray = 2 * (nbytes / link.bandwidth + link.latency)
+    return seconds
+
+
+def _shortest(costs: Sequence[FloatArray], joined: np.ufunc) -> list[int] | None:
     """Return the best path from the first place to the last; None if there is none.
 
     Args:
-        cost: Of each hop, (from, to).
+        costs: Of each hop from and to each place, (from, to).
         joined: What makes one cost of the costs of two hops: their sum, or the larger.
-        hops: How many there are.
     """
-    value = np.where(np.arange(len(cost)) == 0, 0.0, np.inf)
+    value = np.where(np.arange(len(costs[0])) == 0, 0.0, np.inf)
     back = []
-    for _ in range(hops):
+    for cost in costs:
         table = joined(value[:, None], cost)
         back.append(table.argmin(axis=0))
         value = table.min(axis=0)
     if np.isinf(value[-1]):
         return None
-    path = [len(cost) - 1]
+    path = [len(value) - 1]
     for before in reversed(back):
         path.append(int(before[path[-1]]))
     return path[::-1]

@@ -1,0 +1,79 @@
+"""A tensor that is computed later: by who made it, or once something looks at it.
+
+It becomes the tensor that it stands for, and is an ordinary one from then on.  As parameters of
+lazy modules do in torch, it has a class of its own until then.  What gets it in between computes
+it first, so only the order of computing is another.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping, Sequence
+from typing import Any
+
+import torch
+from torch import Tensor
+from torch.autograd import Function
+
+from msrun.errors import ModelError
+from msrun.parallel import torch_compat
+from msrun.parallel.losses.batch import tensors_in
+
+_COMPUTE = "msrun_compute"
+
+
+class LaterTensor(Tensor):
+    """A tensor without values yet; see the module."""
+
+    @classmethod
+    def __torch_function__(
+        cls,
+        func: Callable[..., Any],
+        types: Sequence[type],
+        args: Sequence[Any] = (),
+        kwargs: Mapping[str, Any] | None = None,
+    ) -> Any:
+        del types
+        kwargs = kwargs or {}
+        for tensor in tensors_in((args, kwargs)):
+            settle(tensor)
+        return func(*args, **kwargs)
+
+
+def later(compute: Callable[[], Tensor], like: Tensor) -> Tensor:
+    """Return what `compute` will, on the device of `like`, before it is called."""
+    found = torch_compat.of_class(like.detach().new_empty(0), LaterTensor)
+    vars(found)[_COMPUTE] = compute
+    return found
+
+
+def settle(tensor: Tensor) -> None:
+    """Compute `tensor` now, unless that was done."""
+    if type(tensor) is not LaterTensor:
+        return
+    compute = vars(tensor).pop(_COMPUTE)
+    tensor.__class__ = Tensor  # type: ignore[assignment]  # before anything asks it
+    values = compute()
+    if type(values) is not Tensor:
+        raise ModelError(
+            f"a module beside experts returned {type(values).__name__}, and a tensor before"
+        )
+    if values.requires_grad:
+        with torch.enable_grad():
+            _Become.apply(tensor, values)  # type: ignore[no-untyped-call]
+    else:
+        tensor.data = values.detach()
+
+
+class _Become(Function):
+    """Gives a tensor the values of another one, whose gradient it passes on."""
+
+    @staticmethod
+    def forward(ctx: Any, tensor: Tensor, values: Tensor) -> Tensor:
+        ctx.mark_dirty(tensor)
+        tensor.data = values.detach()
+        return tensor
+
+    @staticmethod
+    def backward(ctx: Any, gradient: Tensor) -> tuple[None, Tensor]:
+        del ctx
+        return None, gradient
