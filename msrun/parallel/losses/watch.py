@@ -10,8 +10,8 @@ sums is a mean as well.  Then the loss that the script returns is one of these:
 - plain: anything else.  Its mean over samples is right for a mean of samples.
 
 A sum of sums is a sum, such as that of the losses of chunks.  A sum times a number is none of
-these: it may be a mean by hand or a scaled sum.  It is a mean if the number divides it and is that
-of the samples or elements; any other one is refused.
+these: it may be a mean by hand or a scaled sum.  It is a mean if the number divides it, or what it
+was added to, and is that of the samples or elements; any other one is refused.
 
 A tensor is linked to what it was computed from (`_SOURCES`): to the batch, and to terms.  So a mean
 over weights, or over values that contain a mean, is not mistaken for one over samples.  A function
