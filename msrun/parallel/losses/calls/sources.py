@@ -104,7 +104,6 @@ class Sources:
         self._reads: dict[str, Reads] = {}
         # Where functions were called, and where these read something, or called one that did.
         self._calls: dict[_Site, set[_Site]] = {}
-        # Of source files, as long as somebody looks: a tree takes megabytes.
         self._trees: dict[str, Tree] = {}
         self._files: dict[str, Expressions] = {}
         # By scope, and by site of a call, until something else is read.
@@ -271,6 +270,7 @@ def _is_library(filename: str) -> bool:
     return filename.startswith((_OWN, _TORCH))
 
 
+@functools.lru_cache(maxsize=4)  # a tree takes megabytes, and watches of a few steps parse it
 def _tree(filename: str) -> Tree:
     """Return nodes of a source file by their place; none of a file that is not Python's."""
     try:
