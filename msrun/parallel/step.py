@@ -40,8 +40,8 @@ from msrun.parallel.losses.decided.carried import uncarried
 from msrun.parallel.losses.decided.decisions import DecisionTrace
 from msrun.parallel.losses.sample_watch import SampleWatch
 from msrun.parallel.losses.sequence_first import refusing_sequences_first
-from msrun.parallel.losses.tally import LossTally, TallyRanks
-from msrun.parallel.losses.terms import PartLoss
+from msrun.parallel.losses.tally import LossTally
+from msrun.parallel.losses.terms import PartLoss, TallyRanks
 from msrun.parallel.rank_context import EpochEnd, RankContext
 from msrun.parallel.sharded_model import ShardedModel
 from msrun.parallel.torch_compat import eagerly, is_compiled, of_plain

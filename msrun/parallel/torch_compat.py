@@ -631,7 +631,9 @@ def _keep_what_is_written(
         if is_gathered_anew:
             own.counts[:] = _write_counts(group)
             is_due = released[0] < _RELEASES_COMPARED or not (released[0] + 1) % _EVERY_RELEASES
-            params = group.fsdp_params if wrote or is_due else ()
+            is_due |= bool(wrote)
+            is_due &= not torch.is_inference_mode_enabled()  # which writes none
+            params = group.fsdp_params if is_due else ()
             own.sums[:] = [_sum_of_bits(param._unsharded_param) for param in params]  # noqa: SLF001
         # What an evaluation in inference mode gathered may still be there for the next step.
         if own.counts and not (own.memories or torch.is_inference_mode_enabled()):

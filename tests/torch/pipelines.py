@@ -9,7 +9,7 @@ from torch import nn
 from torch.nn import functional
 
 from msrun.parallel.config import Pipeline
-from msrun.parallel.losses.tally import TallyRanks
+from msrun.parallel.losses.terms import TallyRanks
 from msrun.parallel.pipeline.split_model import split_model
 
 CPU = torch.device("cpu")

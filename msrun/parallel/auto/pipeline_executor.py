@@ -18,7 +18,8 @@ from msrun.parallel.auto.tracing.trace import Traced
 from msrun.parallel.config import ROOT
 from msrun.parallel.losses.batch import StepBatch
 from msrun.parallel.losses.sample_dims import Known
-from msrun.parallel.losses.tally import LossTally, TallyRanks
+from msrun.parallel.losses.tally import LossTally
+from msrun.parallel.losses.terms import TallyRanks
 from msrun.parallel.pipeline.border import Border, Borders
 from msrun.parallel.pipeline.chunks import Chunks
 from msrun.parallel.pipeline.microbatch import MicrobatchSplit, split_batch

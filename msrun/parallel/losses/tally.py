@@ -25,8 +25,7 @@ from __future__ import annotations
 
 import contextlib
 from collections.abc import Callable, Iterable, Iterator, Sequence
-from dataclasses import dataclass
-from typing import Any, Literal
+from typing import Any
 
 import torch
 import torch.distributed as dist
@@ -42,6 +41,7 @@ from msrun.parallel.losses.decided.outside_values import StepValues
 from msrun.parallel.losses.terms import (
     Kind,
     PartLoss,
+    TallyRanks,
     Term,
     check_count,
     count_of,
@@ -55,8 +55,8 @@ from msrun.parallel.losses.watch import LossWatch
 from msrun.parallel.torch_compat import eagerly, without_functions
 
 _KINDS: tuple[Kind, ...] = ("plain", "counted", "summed", "linear")
-_SUM, _COUNT, _FLOOR, _OFFSET, _REFUSED, _UNREACHED, _FIRST_TERM = range(
-    len(_KINDS), len(_KINDS) + 7
+_SUM, _COUNT, _FLOOR, _OFFSET, _REFUSED, _UNREACHED, _MET, _FIRST_TERM = range(
+    len(_KINDS), len(_KINDS) + 8
 )
 _TERMS_MAX = 8
 _FIRST_SLOPE = _FIRST_TERM + 2 * _TERMS_MAX
@@ -67,30 +67,6 @@ _ALIKE = {torch.float64: 1e-9, torch.float32: 1e-4}
 _KINDS_RAISED = (ConfigError, DividedModelError, ModelError, PeerRankError)
 _ERRORS = {kind.__name__: kind for kind in _KINDS_RAISED}
 _HINT = "return (sum, count) from the loss function: a step divides the sum of all by the count"
-
-
-@dataclass(frozen=True, slots=True, kw_only=True)
-class TallyRanks:
-    """The data-parallel ranks of a step.
-
-    Args:
-        group: Their group; None for one rank.
-        weight: Weight of this rank's batch in a mean over them.
-        op: How gradients are reduced: `reduce.op`.
-        device: Of this rank.
-        scale: Factor of what is differentiated, such as the scale of a loss in float16.
-    """
-
-    group: dist.ProcessGroup | None
-    weight: float
-    op: Literal["mean", "sum"]
-    device: torch.device
-    scale: float = 1.0
-
-    @property
-    def size(self) -> int:
-        """Number of data-parallel ranks."""
-        return 1 if self.group is None else self.group.size()
 
 
 class LossTally:
@@ -333,10 +309,11 @@ class LossTally:
         if self.adding is not None:
             self.adding.wait()
         if self.values:
-            self.values.settle(self._ranks.group, self.device)
+            self._is_plain &= not self.values.is_due
+            self.numbers[_MET] += self.values.end_step()
         if self._ranks.group is not None:
             dist.all_reduce(self.numbers, group=self._ranks.group)
-        # A host reads them in any case: ranks whose losses are plain and others' must all raise.
+        # A host reads them anyway: ranks whose losses are plain and others' must all raise.
         if not self._is_plain or self.numbers.device.type == "cpu":
             self._host = HostCopy(self.numbers)
 
@@ -390,8 +367,7 @@ class LossTally:
         if self._host is None:
             return loss.to(self._dtype)
         found = self._host.read()
-        if found[_REFUSED]:
-            raise self._agreed()
+        self._settle(found)
         self.has_unreached = found[_UNREACHED] > 0
         kinds = [kind for kind, count in zip(_KINDS, found, strict=False) if count]
         if len(kinds) > 1:
@@ -424,6 +400,13 @@ class LossTally:
             self._check_alike(found)
         return loss.to(self._dtype)
 
+    def _settle(self, found: Sequence[float]) -> None:
+        """Raise what a rank has refused; compare what losses met that was of no sample."""
+        if found[_REFUSED]:
+            raise self._agreed()
+        if self.values and found[_MET]:
+            self.values.compare(self._ranks.group, self._ranks.device)
+
     def _check_items(self, kinds: Sequence[Kind], found: Sequence[float]) -> None:
         """Refuse targets that a script counted otherwise than the step.
 
@@ -434,9 +417,9 @@ class LossTally:
             return
         if kinds != ["counted"] or given not in (counted, counted * self._ranks.size):
             what = f"{counted:g} targets count" if kinds == ["counted"] else "the loss has no count"
+            what += "; no weight was changed"
             raise ModelError(
-                f"num_items_in_batch is {given:g} over all ranks, and {what}; no weight was "
-                "changed",
+                f"num_items_in_batch is {given:g} over all ranks, and {what}",
                 hint="leave it out: a step counts the targets of all ranks and micro-batches",
             )
 
@@ -461,9 +444,8 @@ class LossTally:
         """Refuse means in a linear loss that have other counts in other parts of the batch."""
         if self._differ(found, _FIRST_TERM):
             raise ModelError(
-                "the loss contains a mean over parts of the batch in which different numbers "
-                "of targets count, so their mean is not that of the batch; no weight was "
-                "changed",
+                "the loss contains a mean over parts of the batch in which different numbers of "
+                "targets count, so their mean is not that of the batch; no weight was changed",
                 hint=_HINT,
             )
 

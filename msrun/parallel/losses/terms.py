@@ -7,6 +7,7 @@ from dataclasses import dataclass, field
 from typing import Any, Literal
 
 import torch
+import torch.distributed as dist
 from torch import Tensor
 
 from msrun.errors import ModelError
@@ -97,6 +98,30 @@ def sum_of(sums: Sequence[Term], total: Tensor, columns: Columns) -> Term:
         is_scaled=any(term.is_scaled for term in sums),
         factor=first.factor,
     )
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class TallyRanks:
+    """The data-parallel ranks of a step.
+
+    Args:
+        group: Their group; None for one rank.
+        weight: Weight of this rank's batch in a mean over them.
+        op: How gradients are reduced: `reduce.op`.
+        device: Of this rank.
+        scale: Factor of what is differentiated, such as the scale of a loss in float16.
+    """
+
+    group: dist.ProcessGroup | None
+    weight: float
+    op: Literal["mean", "sum"]
+    device: torch.device
+    scale: float = 1.0
+
+    @property
+    def size(self) -> int:
+        """Number of data-parallel ranks."""
+        return 1 if self.group is None else self.group.size()
 
 
 @dataclass(frozen=True, slots=True, kw_only=True, eq=False)

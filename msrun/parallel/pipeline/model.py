@@ -22,7 +22,8 @@ from msrun.parallel.foreach.empty_stages import allow_no_parameters
 from msrun.parallel.foreach.lists import refuse_norms
 from msrun.parallel.losses.batch import StepBatch
 from msrun.parallel.losses.calls.marks import Known
-from msrun.parallel.losses.tally import LossTally, TallyRanks
+from msrun.parallel.losses.tally import LossTally
+from msrun.parallel.losses.terms import TallyRanks
 from msrun.parallel.pipeline.border import Borders
 from msrun.parallel.pipeline.describe import describe
 from msrun.parallel.pipeline.inference.infer import infer

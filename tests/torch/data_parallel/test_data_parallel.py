@@ -59,11 +59,11 @@ def reduced(fuse, accumulate):
 def test_fusion_is_as_configured(fuse, buckets, accumulate):
     calls, sent = run_warm(reduced, 2, fuse, accumulate)[0]
 
-    # One more is the loss, 42 numbers of eight bytes.
+    # One more is the loss, 43 numbers of eight bytes.
     assert calls == {"allreduce_": buckets + 1}
     # Each parameter travels with one number that says whether anybody has its gradient, and the
     # last bucket with the votes on a change of what is trained.
-    assert sent == {"allreduce_": MLP_BYTES + 4 * (6 + 2) + 42 * 8}
+    assert sent == {"allreduce_": MLP_BYTES + 4 * (6 + 2) + 43 * 8}
 
 
 def gradients_of(config):

@@ -11,7 +11,8 @@ from torch.nn import functional
 import msrun
 from msrun.errors import ModelError
 from msrun.parallel.local import full_tensor
-from msrun.parallel.losses.tally import LossTally, TallyRanks
+from msrun.parallel.losses.tally import LossTally
+from msrun.parallel.losses.terms import TallyRanks
 
 pytestmark = pytest.mark.torch
 

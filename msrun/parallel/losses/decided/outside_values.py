@@ -140,13 +140,20 @@ class StepValues:
 
     def __init__(self) -> None:
         self._steps = 0
-        self._found: list[list[OutsideValue]] = []  # of each micro-batch
+        # Of each micro-batch, and of those of the step that ended last.
+        self._found: list[list[OutsideValue]] = []
+        self._met: list[list[OutsideValue]] = []
         self._has_told = False
+
+    @property
+    def is_due(self) -> bool:
+        """Whether ranks look at this step."""
+        return is_looked_at(self._steps + 1)
 
     @contextlib.contextmanager
     def following(self, samples: int) -> Iterator[None]:
         """Follow the loss of a part with so many samples, inside, if ranks look at this step."""
-        if not is_looked_at(self._steps + 1):
+        if not self.is_due:
             yield
             return
         values = OutsideValues(samples)
@@ -159,15 +166,17 @@ class StepValues:
         for found in self._found:
             found.extend(pairs)
 
-    def settle(self, group: dist.ProcessGroup | None, device: torch.device) -> None:
-        """Compare what all parts of a step met, and warn; all ranks of `group` call it."""
-        found, self._found = self._found, []
+    def end_step(self) -> bool:
+        """End the losses of a step; return whether ranks are to compare what they met."""
+        self._met, self._found = self._found, []
         self._steps += 1
-        if not is_looked_at(self._steps):
-            return
-        every, ranks = [found], [0]
+        return any(self._met)
+
+    def compare(self, group: dist.ProcessGroup | None, device: torch.device) -> None:
+        """Compare what all parts of a step met, and warn; all ranks of `group` call it."""
+        every, ranks = [self._met], [0]
         if group is not None:
-            every = messages.gather_all(found, list[list[OutsideValue]], group, device)
+            every = messages.gather_all(self._met, list[list[OutsideValue]], group, device)
             ranks = dist.get_process_group_ranks(group)
         parts = [part for of_rank in every for part in of_rank]
         numbered = zip(ranks, map(len, every), strict=True)
