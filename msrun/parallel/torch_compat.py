@@ -1649,6 +1649,10 @@ _ELEMENT_METHODS = """
 _PRODUCT_METHODS = "__matmul__ __rmatmul__ matmul mm"
 
 
+def _reflected_product(second: Tensor, first: Tensor) -> Tensor:
+    return Tensor.__matmul__(first, second)
+
+
 def _element_method(
     kind: type[Tensor],
     name: str,
@@ -1656,7 +1660,8 @@ def _element_method(
     number: Callable[[Any, Any], None],
 ) -> Callable[..., Any]:
     """Return a method of Tensor for DTensors; see `replace_element_methods`."""
-    plain = getattr(Tensor, name)
+    # Python asks a DTensor behind a plain tensor first; nobody else knows that function.
+    plain = _reflected_product if name == "__rmatmul__" else getattr(Tensor, name)
     is_write = name.startswith("__i") or (name.endswith("_") and name[0] != "_")
 
     @wraps(plain)

@@ -44,10 +44,13 @@ _DATA_AXES = (DATA_AXIS, "dp_shard", EXPERT_COPIES)
 _ELEMENTS = 4096
 # Ranks compare every thousand steps at last, and a step may take hundreds.
 _GIVEN_MAX = 256
-_CALLS = frozenset(["_call_impl", "_wrapped_call_impl"])
 _MODULE = nn.Module.__call__.__code__.co_filename
-_STEPS = frozenset(["wrapper"])
-_OPTIMIZER = torch.optim.Optimizer.__init__.__code__.co_filename
+_FUNCTION = str(Path(__file__).parents[1] / "functions" / "sharded.py")
+# Functions that call a module, or one of `msrun.shard`, and that of a step of an optimizer.
+_IN_MODEL = frozenset(
+    [("_call_impl", _MODULE), ("_wrapped_call_impl", _MODULE), ("_run_sharded", _FUNCTION)]
+)
+_IN_STEP = frozenset([("wrapper", torch.optim.Optimizer.__init__.__code__.co_filename)])
 _LIBRARIES = (Path(torch.__file__).parent, Path(__file__).parents[2])
 _SHARDED = "sharded parameter, gradient or activation"
 # What torch says of a script that computes with sharded tensors -> what it cannot do.
@@ -327,23 +330,22 @@ def _is_of_samples(like: DTensor, shape: torch.Size) -> bool:
 
     An optimizer makes its state so.  Activations of a model have other axes than those of ZeRO.
     """
-    if shape == like.shape or _runs(_STEPS, _OPTIMIZER):
+    if shape == like.shape or _runs(_IN_STEP):
         return False
     names = like.device_mesh.mesh_dim_names or ()
     return all(name in _DATA_AXES for name in names) or not is_in_model()
 
 
 def is_in_model() -> bool:
-    """Return whether a module is running."""
-    return _runs(_CALLS, _MODULE)
+    """Return whether a module is running, or a function of `msrun.shard`."""
+    return _runs(_IN_MODEL)
 
 
-def _runs(names: frozenset[str], path: str) -> bool:
-    """Return whether a function of these names in a file is running."""
+def _runs(functions: frozenset[tuple[str, str]]) -> bool:
+    """Return whether one of some functions is running, each given by its name and file."""
     frame: FrameType | None = sys._getframe(2)  # noqa: SLF001 - a traceback would cost more
     while frame is not None:
-        code = frame.f_code
-        if code.co_name in names and code.co_filename == path:
+        if (frame.f_code.co_name, frame.f_code.co_filename) in functions:
             return True
         frame = frame.f_back
     return False
