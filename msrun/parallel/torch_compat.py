@@ -1779,8 +1779,12 @@ def _making_method(name: str, is_plain: Callable[[Any, torch.Size], bool]) -> Ca
 
     @wraps(plain)
     def method(self: Any, *args: Any, **kwargs: Any) -> Any:
-        made = plain(self.to_local().detach(), *args, **kwargs)
-        return made if is_plain(self, made.shape) else plain(self, *args, **kwargs)
+        with without_functions():  # and without memory: it may be as large as the whole of `self`
+            shape = plain(
+                torch.empty(0, device="meta"), *args, **{**kwargs, "device": "meta"}
+            ).shape
+        like = self.to_local().detach() if is_plain(self, shape) else self
+        return plain(like, *args, **kwargs)
 
     return method
 

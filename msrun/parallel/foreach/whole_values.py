@@ -89,7 +89,7 @@ def support_values(part_of: PartOf) -> bool:
     )
     if is_first:
         torch_compat.watch_written_views(keep_written)
-        torch_compat.make_plain(_is_of_samples)
+        torch_compat.make_plain(_is_made_plain)
         for name in _WHOLE_FILLS:
             _fill_whole(name)
         before = sys.excepthook
@@ -325,7 +325,7 @@ def _generators_of_first(like: DTensor) -> Iterator[None]:
             set_torch_states(own, device)
 
 
-def _is_of_samples(like: DTensor, shape: torch.Size) -> bool:
+def _is_made_plain(like: DTensor, shape: torch.Size) -> bool:
     """Return whether what is made of the kind of `like` is for samples, as a first hidden state is.
 
     An optimizer makes its state so.  Activations of a model have other axes than those of ZeRO.
