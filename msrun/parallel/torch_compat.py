@@ -1836,7 +1836,7 @@ def replace_refused(names: str, compute: Callable[..., Any]) -> None:
     handlers = dispatcher._custom_op_handlers  # noqa: SLF001
 
     def handle(operator: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
-        del handlers[operator]  # so that the call below is torch's own
+        handlers.pop(operator, None)  # so that the call below is torch's own, in any thread
         try:
             return operator(*args, **kwargs)
         except (RuntimeError, IndexError):
