@@ -1668,6 +1668,8 @@ def _element_method(
     def method(self: Any, *args: Any, **kwargs: Any) -> Any:
         for value in (*args, *kwargs.values()):
             if isinstance(value, kind):
+                if value.device_mesh != self.device_mesh:
+                    take(self, value)
                 continue
             if isinstance(value, Tensor) and value.numel() > 1:
                 self, whole = take(self, value)
@@ -1695,7 +1697,8 @@ def replace_element_methods(
     plain parameter would end the process at the next look at it.
 
     Args:
-        take: Returns what a method gets for a DTensor and a plain tensor.
+        take: Returns what a method gets for a DTensor and a plain tensor; also gets those of two
+            meshes, for which torch raises.
         draw: Returns what a function draws that is to look like a DTensor among its arguments, or
             to fill the first.
         number: Gets a DTensor and a number, or a tensor of one, that it is written with.

@@ -68,6 +68,10 @@ _HINT = (
 )
 # Functions of torch.nn.init that are none of each element.
 _WHOLE_FILLS = ("dirac_", "eye_", "orthogonal_", "sparse_", "trunc_normal_")
+_MESHES = (
+    "the script computes with sharded tensors of different axes, such as parameters that tp divides"
+    " and others"
+)
 _given: list[Tensor] = []
 _written: list[Tensor] = []
 _numbers: list[Tensor] = []
@@ -170,7 +174,12 @@ def _take(like: DTensor, value: Tensor) -> tuple[Tensor, Tensor]:
     Returns:
         Both as they are, where torch says why it refuses them.  Of a number, such as a norm, its
         value over all ranks; of another tensor this rank's part of `value`.
+
+    Raises:
+        ModelError: Both are sharded, over other ranks each.
     """
+    if is_sharded(value) and is_sharded(like) and not is_in_model():
+        raise ModelError(_MESHES, hint=_HINT)
     has_graph = torch.is_grad_enabled() and (like.requires_grad or value.requires_grad)
     if is_sharded(value) or not is_sharded(like) or is_in_model():
         return like, value
