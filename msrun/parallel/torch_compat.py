@@ -1654,7 +1654,7 @@ def _reflected_product(second: Tensor, first: Tensor) -> Tensor:
 
 
 def _element_method(
-    kind: type[Tensor],
+    kind: Any,
     name: str,
     take: Callable[[Any, Tensor], tuple[Tensor, Tensor]],
     number: Callable[[Any, Any], None],
