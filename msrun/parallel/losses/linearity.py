@@ -16,10 +16,12 @@ from msrun.parallel.torch_compat import gradient_hooks, units_left_alone
 _HINT = "return (sum, count) of the terms of the loss, or the loss of a whole batch: see rt.gather"
 # What torch says of them.
 _RELEASED = "out of bounds for storage of size 0"
-_UNKNOWN = (
-    "msrun: ranks have not compared what samples weigh in this loss: the model hands a number of "
-    "it from one module that ZeRO 3 shards to the next; rt.step with "
-    f"`{ROOT}: {{verify: first_step}}` compares with one process"
+_HANDED_ON = (
+    "the model hands a number of the loss from one module that ZeRO 3 shards to the next, so what "
+    "samples weigh in it is not known"
+)
+_HANDED_ON_HINT = (
+    f"return the number from the model directly, or choose `{ROOT}: {{optimizer: {{zero: 2}}}}`"
 )
 
 
@@ -61,21 +63,31 @@ def slopes_by(loss: Tensor, terms: Sequence[Term]) -> dict[Term, Tensor]:
     Others were used for something else, such as a gradient that the script took of them, and have
     no graph any more.  The gradient stops at the terms, so this does not go through the model.
     """
-    return {term: slope.detach() for term, slope in derivatives(loss, terms).items()}
+    try:
+        return {term: slope.detach() for term, slope in _slopes(loss, terms).items()}
+    except RuntimeError as error:
+        if _RELEASED not in str(error):
+            raise
+        raise ModelError(_HANDED_ON, hint=_HANDED_ON_HINT) from None
 
 
 def derivatives(loss: Tensor, terms: Sequence[Term]) -> dict[Term, Tensor]:
     """Return the same, with the graph of derivatives that are learned, as by a weight of a loss.
 
     A number that other units of ZeRO 3 have handed on has none: their parameters are released.
+    That is a warning here.
     """
     try:
-        slopes = _check_linear(loss, [term.value for term in terms], terms)
+        return _slopes(loss, terms)
     except RuntimeError as error:
         if _RELEASED not in str(error):
             raise
-        warnings.warn(_UNKNOWN, stacklevel=2)
+        warnings.warn(f"msrun: {_HANDED_ON}: {_HANDED_ON_HINT}", stacklevel=2)
         return {}
+
+
+def _slopes(loss: Tensor, terms: Sequence[Term]) -> dict[Term, Tensor]:
+    slopes = _check_linear(loss, [term.value for term in terms], terms)
     pairs = zip(terms, slopes, strict=True)
     return {term: slope for term, slope in pairs if slope is not None}
 

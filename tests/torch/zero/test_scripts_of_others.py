@@ -258,7 +258,7 @@ def coded(config, hands_on):
             update.step()
             update.zero_grad()
             losses.append(rt.mean_over_data(loss).item())
-    return losses, {str(one.message)[:49] for one in caught if "msrun" in str(one.message)}
+    return losses, {str(one.message)[:59] for one in caught if "msrun" in str(one.message)}
 
 
 @pytest.mark.parametrize("level", ["zero 1", "zero 2", "zero 3"])
@@ -275,6 +275,6 @@ def test_a_number_that_units_of_zero_3_hand_on_is_not_compared():
 
     found = run_warm(coded, 2, zero(3), True)  # noqa: FBT003
     assert [said for _, said in found] == [
-        {"msrun: ranks have not compared what samples weigh"}
+        {"msrun: the model hands a number of the loss from one module"}
     ] * 2
     assert_equal_curves([losses for losses, _ in found], expected)
