@@ -78,8 +78,10 @@ LOCAL_BATCH = 8
 # Where arithmetic counts, but what the host does for each layer still shows.
 WIDTH = 256
 STEPS_A_TURN = 3
-# More ranks than cores make single turns differ by a third.
-TURNS = 21
+# More ranks than cores make single turns differ by a third, and where the memory of a process lies
+# makes all turns of one job differ by a twentieth from those of the next.
+TURNS = 7
+JOBS = 5
 RATIO_MIN = 0.98
 INIT_MS_MAX = 20.0
 # Of four ranks on two cores some wait for a core as long as all of it takes.
@@ -147,7 +149,10 @@ def main() -> int:
     )
     parser.add_argument("--ranks", type=int, nargs="+", default=[1, 2, 4])
     parser.add_argument("--only", choices=CONFIGS, nargs="+", default=list(CONFIGS))
-    parser.add_argument("--turns", type=int, default=TURNS)
+    parser.add_argument(
+        "--turns", type=int, default=TURNS, help="of a job, %(default)s unless said"
+    )
+    parser.add_argument("--jobs", type=int, default=JOBS, help="of a row, %(default)s unless said")
     parser.add_argument(
         "--width", type=int, default=WIDTH, help="of models, %(default)s unless said"
     )
@@ -169,7 +174,7 @@ def main() -> int:
         if added > INIT_MS_MAX:
             missed.append(f"msrun.init adds {added:.1f} ms at {ranks} ranks")
     for ranks, name in rows:
-        speeds, cpu = run(ranks, name, options.turns, options.width)
+        speeds, cpu = run(ranks, name, options.turns, options.width, options.jobs)
         ratio, cpu_ratio = _ratio(speeds), 1 / _ratio(cpu)
         added = _added_ms(cpu, ranks)
         ours, plain = map(statistics.median, speeds.values())
@@ -220,10 +225,17 @@ def _import_ms() -> float:
     return min(map(float, runs))
 
 
-def run(ranks: int, name: str, turns: int = TURNS, width: int = WIDTH) -> tuple[Turns, Turns]:
-    """Return of each turn tokens a second and CPU seconds."""
-    found: tuple[Turns, Turns] = _forked(ranks, functools.partial(_train, name, turns, width))
-    return found
+def run(
+    ranks: int, name: str, turns: int = TURNS, width: int = WIDTH, jobs: int = 1
+) -> tuple[Turns, Turns]:
+    """Return of each turn of all jobs tokens a second and CPU seconds."""
+    work = functools.partial(_train, name, turns, width)
+    found = [_forked(ranks, work) for _ in range(jobs)]
+    speeds, cpu = (
+        {who: [value for turns in kind for value in turns[who]] for who in ("ours", "plain")}
+        for kind in zip(*found, strict=True)
+    )
+    return speeds, cpu
 
 
 def _added_ms(cpu: Turns, ranks: int) -> float:

@@ -24,6 +24,7 @@ decide only there, and waits no longer for the device than to the end of the las
 from __future__ import annotations
 
 import contextlib
+from collections import defaultdict
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from typing import Any
 
@@ -50,6 +51,8 @@ from msrun.parallel.losses.terms import (
     mean_of,
     note_counted,
     one_number,
+    refuse_hooks,
+    sum_of_parts,
 )
 from msrun.parallel.losses.watch import LossWatch
 from msrun.parallel.torch_compat import eagerly, without_functions
@@ -83,7 +86,6 @@ class LossTally:
     Attributes:
         numbers: What is added over parts and ranks: the parts of each kind, sum, count and limits,
             and four numbers for each mean of linear losses.
-        adding: What adds the numbers of all stages; `combine` waits for it.
         has_unreached: Whether stages noted gradients that one process may not have; by `finish`.
         looks: Whether to say of which functions of a loss nothing is known.
         is_cut: Whether dim 0 of the batch has samples for certain, as micro-batches cut it.
@@ -116,9 +118,11 @@ class LossTally:
         self._is_plain = pipeline is None and items is None
         self._terms: Sequence[Term] = ()
         self._host: HostCopy | None = None
-        self.adding: dist.Work | None = None
+        self._adding: dist.Work | None = None
         self._expected: Tensor | None = None
         self._has_items = items is not None
+        # By place in `numbers`, for `_add_up`: each part alone would be several small operations.
+        self._added: defaultdict[int, list[Any]] = defaultdict(list)
         self.numbers = torch.zeros(_SIZE, dtype=count_type(ranks.device), device=ranks.device)
         if items is not None:
             self.numbers[_FIRST_TERM] += items  # a counted loss leaves this place empty
@@ -155,6 +159,8 @@ class LossTally:
         values = self.values.following(samples) if self.values else contextlib.nullcontext()
         with eagerly(), watch, values:  # a compiled function calls no function that could be seen
             loss = compute()
+        if data is not None:
+            refuse_hooks(loss)
         return self._pair(loss) or self._read(watch, one_number(loss, self.device))
 
     def _read(self, watch: LossWatch, loss: Tensor) -> PartLoss:
@@ -202,16 +208,17 @@ class LossTally:
 
     def _add(self, loss: PartLoss, samples: int) -> None:
         numbers = self.numbers
-        numbers[_KINDS.index(loss.kind)].add_(1)
-        value = loss.value.detach().reshape(())
+        self._added[_KINDS.index(loss.kind)].append(1)
+        value = loss.value.detach()
+        value = value.reshape(()) if value.dim() else value
         if loss.kind in ("counted", "summed"):
-            numbers[_SUM].add_(value)
+            self._added[_SUM].append(value)
             if loss.count is not None:
                 if self._expected is None and self._ranks.size == 1:
                     count = torch.where(loss.count == 0, samples, loss.count)
                     self._expected = count.to(numbers) * (self._samples / samples)
                     numbers[_EXPECTED] += self._expected
-                numbers[_COUNT].add_(loss.count)
+                self._added[_COUNT].append(loss.count)
                 if (limit := loss.limit).floor or limit.offset:
                     numbers[_FLOOR : _OFFSET + 1] += numbers.new_tensor([limit.floor, limit.offset])
             return
@@ -238,7 +245,17 @@ class LossTally:
             slope = slope.to(numbers.dtype)
             numbers[_FIRST_SLOPE + 2 * index] += slope
             numbers[_FIRST_SLOPE + 2 * index + 1] += slope.square()
-        numbers[_SUM] += value * self._share(samples)
+        self._added[_SUM].append(value * self._share(samples))
+
+    def _add_up(self) -> None:
+        for index, values in self._added.items():
+            self.numbers[index] += sum_of_parts(values)
+        self._added.clear()
+
+    def begin_adding(self, group: dist.ProcessGroup) -> None:
+        """Begin to add the numbers of all stages of `group`, which all call this."""
+        self._add_up()
+        self._adding = dist.all_reduce(self.numbers, group=group, async_op=True)
 
     def may_refuse(self) -> None:
         """Have `finish` look for refusals; all ranks call it if one of them may refuse."""
@@ -306,8 +323,10 @@ class LossTally:
 
     def combine(self) -> None:
         """Add the numbers of all data-parallel ranks, which all call this."""
-        if self.adding is not None:
-            self.adding.wait()
+        if self._adding is None:
+            self._add_up()
+        else:
+            self._adding.wait()
         if self.values:
             self._is_plain &= not self.values.is_due
             self.numbers[_MET] += self.values.end_step()

@@ -11,7 +11,9 @@ import torch.distributed as dist
 from torch import Tensor
 
 from msrun.errors import ModelError
+from msrun.parallel.losses.batch import tensors_in
 from msrun.parallel.losses.mixing import Columns
+from msrun.parallel.torch_compat import has_gradient_hooks
 
 Kind = Literal["plain", "counted", "summed", "linear"]
 
@@ -191,6 +193,29 @@ def one_number(loss: Any, device: torch.device, name: str = "loss") -> Tensor:
             hint="compute it from the output of the model, without .cpu()",
         )
     return loss
+
+
+def refuse_hooks(loss: Any) -> None:
+    """Refuse a loss with hooks: what is differentiated is its sum over a part of the batch.
+
+    Raises:
+        ModelError: A loss function has registered one on what it returns.
+    """
+    for tensor in tensors_in(loss):
+        if tensor.grad_fn is not None and (tensor.retains_grad or has_gradient_hooks(tensor)):
+            what = "keeps its gradient" if tensor.retains_grad else "has a hook for its gradient"
+            raise ModelError(
+                f"the loss that the loss function returns {what}, and a step differentiates "
+                "another sum of the batch in its place",
+                hint="scale the loss itself, or register the hook on an output of the model",
+            )
+
+
+def sum_of_parts(values: Sequence[Any]) -> Any:
+    """Return the sum of plain numbers, or of tensors of one number each."""
+    if isinstance(values[0], Tensor):
+        return values[0] if len(values) == 1 else torch.stack([*values]).sum()
+    return sum(values)
 
 
 def count_of(term: Term) -> Tensor:

@@ -265,8 +265,7 @@ class LossWatch(RowTerms):
     def _compares(self, values: Tensor, target: Tensor) -> bool:
         """Return whether a loss of each element broadcasts samples over samples."""
         shape = tuple(torch.broadcast_shapes(values.shape, target.shape))
-        args = (values, target)
-        return has_pairs("", args, shape, self._samples, lambda _: True, in_model=False)
+        return has_pairs("", (values, target), shape, self._samples, lambda _: True, in_model=False)
 
     def _is_of(self, tensor: Tensor) -> bool:
         """Return whether `tensor` is computed from the samples of the part."""
@@ -313,8 +312,9 @@ class LossWatch(RowTerms):
         is_whole = term and not (term.is_scaled or term.columns)
         if term and is_whole and len(terms) == 1:
             kind: Kind = "summed" if term.count is None else "counted"
-            # The loss itself takes part, for hooks on it: `fully_shard` has one on each output.
-            total = term.total + value.to(term.total.dtype) * 0.0
+            total = term.total
+            if self._takes_all:  # for hooks on it: `fully_shard` has one on each output of a model
+                total = total + value.to(total.dtype) * 0.0
             return PartLoss(kind=kind, value=total, count=term.count, limit=term.limit)
         for term in terms:
             if value.requires_grad and not term.total.requires_grad:

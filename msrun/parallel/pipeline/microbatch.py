@@ -68,11 +68,11 @@ class MicrobatchSplit:
         return max(self.count(part), 1)
 
     def _rows(self, tensor: Tensor, part: int, wanted: int) -> Tensor:
-        if tensor.shape[:1] != (self.samples,):
+        if not tensor.dim() or len(tensor) != self.samples:
             return tensor
         least, more = divmod(self.samples, self.parts)
         start, count = part * least + min(part, more), self.count(part)
-        piece = tensor[start : start + count]
+        piece = tensor.narrow(0, start, count)
         if count == wanted:
             return note_cut(piece)
         last = min(start + self._real_rows(part), self.samples) - 1

@@ -10,7 +10,6 @@ from itertools import chain
 from typing import TYPE_CHECKING, Any
 
 import torch
-import torch.distributed as dist
 from torch import nn
 from torch.nn import Parameter
 
@@ -268,7 +267,7 @@ class PipelineModel(StageModel):
         self.written_buffers.is_checked = not tally.has_refused
         tally.note_unreached(self._reach.end())
         # The last stage has the loss, and any stage may have refused.
-        tally.adding = dist.all_reduce(tally.numbers, group=self._ranks.group, async_op=True)
+        tally.begin_adding(self._ranks.group)
         return tally
 
     def _tally(

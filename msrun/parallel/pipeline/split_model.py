@@ -89,6 +89,8 @@ class SplitModel(PipelineModel):
 
     def __getattr__(self, name: str) -> Any:
         """Return a member of this stage, or what generates tokens with all stages; see above."""
+        if (module := vars(self)["_modules"].get(name)) is not None:
+            return module  # before the slower questions, as steps ask for each
         generate = generate_in_stages(self, self._ranks) if name == "generate" else None
         return generate or super().__getattr__(name)
 

@@ -213,6 +213,21 @@ def one_process(loss_fn, *, ignored, max_norm):
     return losses, dict(model.named_parameters())
 
 
+def doubled(output, target):
+    loss = functional.cross_entropy(output, target)
+    loss.register_hook(lambda gradient: 2 * gradient)
+    return loss
+
+
+def kept(output, target):
+    loss = functional.cross_entropy(output, target)
+    loss.retain_grad()
+    return loss
+
+
+HOOKED = {"doubled": doubled, "kept": kept}
+
+
 def difference(rt, loss_fn, *, ignored=True, max_norm=None):
     """Return by how much losses and weights differ from those of one process."""
     losses, weights = one_process(loss_fn, ignored=ignored, max_norm=max_norm)
@@ -235,7 +250,8 @@ def differences(config, names, options=None):
     for name in names:
         rt = msrun.init(config)
         try:
-            found[name] = difference(rt, {**EXACT, **COMPOSED}[name], **(options or {}))
+            loss_fn = {**EXACT, **COMPOSED, **HOOKED}[name]
+            found[name] = difference(rt, loss_fn, **(options or {}))
         except ModelError as error:
             found[name] = error.message
         rt.close()
@@ -291,6 +307,13 @@ def test_a_sum_of_gradients_is_that_of_a_summed_loss(config):
     found = run_warm(differences, 2, config | {"reduce": {"op": "sum"}}, sums)
 
     assert found == [dict.fromkeys(sums, pytest.approx(0, abs=1e-12))] * 2
+
+
+@pytest.mark.parametrize("name", ["dp 2", "one rank, accumulate 4", "zero 3", "pp 2"])
+def test_hooks_of_a_loss_are_refused_as_another_sum_is_differentiated(name):
+    for found in wrong(name, HOOKED):
+        assert "the loss function returns has a hook for its gradient" in found["doubled"]
+        assert "the loss function returns keeps its gradient" in found["kept"]
 
 
 def compiled(config):

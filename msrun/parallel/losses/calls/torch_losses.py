@@ -10,6 +10,7 @@ from torch import Tensor
 from torch.nn import functional
 
 from msrun.parallel.local import full_tensor
+from msrun.parallel.losses.terms import count_type
 
 BY_CLASS = (functional.cross_entropy, functional.nll_loss)
 # Their mean is one over all elements.
@@ -60,7 +61,7 @@ def count_targets(values: Tensor, target: Tensor, options: dict[str, Any]) -> Te
     weight: Tensor | None = options.get("weight")
     if weight is not None:
         counts = full_tensor(weight).detach()[torch.where(counts, target, 0)] * counts
-    count: Tensor = counts.sum()
+    count: Tensor = counts.sum(dtype=count_type(counts.device))
     return count
 
 
