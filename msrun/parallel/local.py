@@ -59,6 +59,12 @@ def is_image(tensor: Tensor) -> bool:
     return module is not None and isinstance(tensor, module.ImageTensor)
 
 
+def is_unit(module: nn.Module) -> bool:
+    """Return whether `fully_shard` gathers the parameters of `module` for each of its calls."""
+    fsdp = sys.modules.get("torch.distributed.fsdp")
+    return fsdp is not None and isinstance(module, fsdp.FSDPModule)
+
+
 def on_parts(image: Tensor, change: Callable[[Tensor], Tensor]) -> Tensor:
     """Return an image whose part is what `change` returns for that of `image`."""
     result: Tensor = image.like(change(image.local))  # type: ignore[attr-defined]

@@ -8,7 +8,8 @@ it first, so only the order of computing is another.
 from __future__ import annotations
 
 from collections.abc import Callable, Mapping, Sequence
-from typing import Any
+from functools import partial
+from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor
@@ -17,8 +18,17 @@ from torch.autograd import Function
 from msrun.errors import ModelError
 from msrun.parallel import torch_compat
 from msrun.parallel.losses.batch import tensors_in
+from msrun.parallel.torch_compat import write_count
 
 _COMPUTE = "msrun_compute"
+
+
+class CallModes(NamedTuple):
+    """What the caller of a module may switch: gradients, and autocast with its type."""
+
+    has_gradients: bool
+    is_cast: bool
+    dtype: torch.dtype | None
 
 
 class LaterTensor(Tensor):
@@ -77,3 +87,31 @@ class _Become(Function):
     def backward(ctx: Any, gradient: Tensor) -> tuple[None, Tensor]:
         del ctx
         return None, gradient
+
+
+def postponed(call: Callable[..., Any], given: Tensor) -> Callable[[], Any]:
+    """Return what calls a module with `given` later, as it would be called now."""
+    return partial(_run_late, call, given, write_count(given), modes_of(given))
+
+
+def _run_late(call: Callable[..., Any], given: Tensor, written: int, modes: CallModes) -> Any:
+    """Run a module after its call, on what it got and as it was called."""
+    if write_count(given) != written:
+        raise ModelError(
+            "the input of a shared expert was written in place before the other experts were "
+            "called, and was not in an earlier call",
+            hint="call the shared expert after the others",
+        )
+    if modes == modes_of(given):
+        return call(given)
+    cast = torch.autocast(given.device.type, dtype=modes.dtype, enabled=modes.is_cast)
+    with torch.set_grad_enabled(modes.has_gradients), cast:
+        return call(given)
+
+
+def modes_of(x: Tensor) -> CallModes:
+    """Return the modes of now, for the device of `x`."""
+    kind = x.device.type
+    is_cast = torch.is_autocast_enabled(kind)
+    dtype = torch.get_autocast_dtype(kind) if is_cast else None
+    return CallModes(torch.is_grad_enabled(), is_cast, dtype)

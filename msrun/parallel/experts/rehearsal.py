@@ -9,8 +9,11 @@ that it may write into them.
 It ends where the forward calls such a module with what experts have returned, which a rehearsal
 does not have: the real run calls that module.  It ends also at a module that was called after all
 experts with what does not depend on them, such as a shared expert: the caller runs it while rows
-travel.  Which modules these are a trial has shown, once, without gradients (`Depending`).  What a
-rehearsal does follows from that and from its arguments alone, so that a recomputation repeats it.
+travel.  So it does with one that is called before the experts, if nothing looks at what it returns
+until they are called: in the rehearsal it returns a tensor that is computed then, or before that if
+something does look at it (`later`).  Which modules these are a trial has shown, once, without
+gradients (`Depending`).  What a rehearsal does follows from that and from its arguments alone, so
+that a recomputation repeats it.
 """
 
 from __future__ import annotations
@@ -20,7 +23,7 @@ from collections import Counter, defaultdict
 from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
 from contextlib import AbstractContextManager
 from functools import partial
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor, nn
@@ -28,11 +31,13 @@ from torch import Tensor, nn
 from msrun.errors import ModelError
 from msrun.parallel import torch_compat
 from msrun.parallel.exchange.generators import set_torch_states, torch_states
-from msrun.parallel.local import local_part
+from msrun.parallel.experts.later import later, postponed, settle
+from msrun.parallel.local import is_unit, local_part
 from msrun.parallel.losses.batch import map_leaves, tensors_in
 from msrun.parallel.torch_compat import write_count
 
-# What calls of a module have returned, and the random states after each.
+# What calls of a module have returned, and the random states after each; none of one that draws no
+# numbers, and was computed later than it was called.
 _Returned = list[tuple[Any, list[Tensor]]]
 
 # Of a module, which the runtime changes as it gathers parameters.
@@ -47,6 +52,7 @@ class Learned:
         after: Modules that get what experts have returned.
         beside: Modules that are called after all experts, with what does not depend on them.
         before: Module -> how often it is called before the first expert.
+        waiting: Modules that are called before it, and can compute while rows travel.
     """
 
     def __init__(self) -> None:
@@ -54,13 +60,20 @@ class Learned:
         self.after: set[nn.Module] = set()
         self.beside: set[nn.Module] = set()
         self.before: Counter[nn.Module] = Counter()
+        self.waiting: set[nn.Module] = set()
 
 
 class Depending:
-    """Follows which tensors depend on some others, by the memory that they are in."""
+    """Follows which tensors depend on some others, by the memory that they are in.
+
+    Attributes:
+        looked_at: Modules whose result, told by `watch`, something has looked at.
+    """
 
     def __init__(self) -> None:
         self._kept: dict[int, Tensor] = {}  # so that no other tensor gets the same memory
+        self._watched: dict[int, tuple[nn.Module, Tensor]] = {}
+        self.looked_at: set[nn.Module] = set()
 
     def add(self, tensor: Tensor) -> None:
         """Follow `tensor`."""
@@ -71,12 +84,19 @@ class Depending:
         """Return whether some tensor in `value` depends on a followed one."""
         return any(x.numel() and memory_of(x) in self._kept for x in tensors_in(value))
 
+    def watch(self, part: nn.Module, result: Tensor) -> None:
+        """Note from now on whether something looks at `result` of `part`."""
+        self._watched[memory_of(result)] = part, result
+
     def active(self) -> AbstractContextManager[object]:
         """Follow operators inside."""
         return torch_compat.dispatching(self._follow)
 
     def _follow(self, func: Any, _: Any, args: Any, kwargs: Mapping[str, Any]) -> Any:
         output = func(*args, **kwargs)
+        for tensor in tensors_in((args, kwargs)) if self._watched else ():
+            if tensor.numel() and (found := self._watched.get(memory_of(tensor))):
+                self.looked_at.add(found[0])
         if self._kept and self.has((args, kwargs)):
             for tensor in tensors_in(output):
                 self.add(tensor)
@@ -86,6 +106,40 @@ class Depending:
 def memory_of(tensor: Tensor) -> int:
     """Return where the values of `tensor` are on this rank; its views are there too."""
     return local_part(tensor).untyped_storage().data_ptr()
+
+
+class _Waiting(NamedTuple):
+    """What a module got and returned in a trial, before the first expert was called."""
+
+    given: Tensor
+    result: Tensor
+    written: tuple[int, int]
+
+    def is_unwritten(self) -> bool:
+        """Return whether nothing has written either in place since."""
+        return (write_count(self.given), write_count(self.result)) == self.written
+
+
+class _Postponed(NamedTuple):
+    """What a module returns later, and what runs it beside the experts."""
+
+    result: Tensor
+    run: Callable[[], Tensor]
+
+
+def _is_one(values: Sequence[Any]) -> bool:
+    """Return whether there is one value, a plain tensor with elements."""
+    return len(values) == 1 and type(values[0]) is Tensor and values[0].numel() > 0
+
+
+def _may_wait(part: nn.Module) -> bool:
+    """Return whether other ranks do not notice when `part` computes.
+
+    Its buffers might be read meanwhile, and a rank whose forward looks at its result earlier than
+    the trial's gathers its parameters at another time than the other ranks.
+    """
+    has_buffers = any(True for _ in part.buffers())
+    return not has_buffers and not any(map(is_unit, part.modules()))
 
 
 class _RehearsalEnd(BaseException):
@@ -123,8 +177,10 @@ class Rehearsal:
         self._late: list[nn.Module] = []
         self._calls: Counter[nn.Module] = Counter()
         self._before: Counter[nn.Module] = Counter()
-        self._has_called = False
-        self._waiting: Callable[[], None] | None = None
+        self._experts_called = 0
+        self._beside: list[Callable[[], object]] = []
+        self._postponed: dict[nn.Module, _Postponed] = {}
+        self._can_wait: dict[nn.Module, _Waiting] = {}  # of a trial
         self.depending = depending
 
     @contextlib.contextmanager
@@ -146,17 +202,26 @@ class Rehearsal:
 
     def note_expert(self) -> None:
         """Note that an expert was called."""
-        if not self._has_called:
+        if not self._experts_called:
             self._before = self._calls.copy()
-        self._has_called = True
+        self._experts_called += 1
         self._late.clear()
+        for part in self.depending.looked_at if self.depending else ():
+            self._can_wait.pop(part, None)
 
     def shown(self) -> Tensor:
         """Return what a trial has shown: whether it had experts, and numbers of each module."""
         after = [part in self._learned.after for part in self._parts]
-        beside = [self._has_called and part in self._late for part in self._parts]
+        beside = [self._experts_called > 0 and part in self._late for part in self._parts]
         before = [self._before[part] for part in self._parts]
-        return torch.tensor([self._has_called, *after, *beside, *before], dtype=torch.int32)
+        # The largest number of all ranks says whether one of them objects.
+        waits = {part for part, found in self._can_wait.items() if found.is_unwritten()}
+        waits = {part for part in waits if self._calls[part] == self._before[part] == 1}
+        # What is looked at behind one expert may be so between two.
+        waits = waits if self._experts_called > 1 else set()
+        objects = [self._experts_called > 0 and part not in waits for part in self._parts]
+        numbers = [self._experts_called > 0, *after, *beside, *before, *objects]
+        return torch.tensor(numbers, dtype=torch.int32)
 
     def learn(self, shown: Sequence[int]) -> None:
         """Keep what the trials of all ranks have shown, so that all end rehearsals alike."""
@@ -166,13 +231,16 @@ class Rehearsal:
         pairs = zip(self._parts, numbers[size : 2 * size], strict=True)
         self._learned.after = after
         self._learned.beside = {p for p, is_one in pairs if is_one and p not in after}
-        self._learned.before = Counter(dict(zip(self._parts, numbers[2 * size :], strict=True)))
+        before = numbers[2 * size : 3 * size]
+        self._learned.before = Counter(dict(zip(self._parts, before, strict=True)))
+        objects = zip(self._parts, numbers[3 * size :], strict=True)
+        self._learned.waiting = {p for p, is_one in objects if not is_one and _may_wait(p)}
         self._learned.is_known = bool(is_known)
 
     def run_beside(self) -> None:
-        """Run the module at which the rehearsal ended, if it does not depend on the experts."""
-        if self._waiting is not None:
-            self._waiting()
+        """Run what computes while rows travel: modules that do not depend on the experts."""
+        for run in (*(each.run for each in self._postponed.values()), *self._beside):
+            run()
 
     @contextlib.contextmanager
     def repeating(self) -> Iterator[None]:
@@ -198,15 +266,57 @@ class Rehearsal:
         if self.depending is not None and self.depending.has((args, kwargs)):
             self._learned.after.add(part)
             raise _RehearsalEnd
+        if part in self._postponed:
+            settle(self._postponed[part].result)  # its calls return in their order
         is_ended = self._is_behind_experts(part)
         if is_ended and part in self._learned.after:
             raise _RehearsalEnd
         if is_ended and part in self._learned.beside:
-            self._waiting = partial(self._call, part, call, args, kwargs)
+            self._beside.append(partial(self._call, part, call, args, kwargs))
             raise _RehearsalEnd
-        output = self._call(part, call, args, kwargs)
+        if part in self._learned.waiting and not (is_ended or kwargs) and _is_one(args):
+            return self._postpone(part, call, args[0])
+        run = partial(self._call, part, call, args, kwargs)
+        output = self._tried(part, args, kwargs, run) if self.depending else copied(run())
         self._late.append(part)
-        return map_leaves(torch.clone, output)
+        return output
+
+    def _tried(
+        self, part: nn.Module, args: Sequence[Any], kwargs: Any, run: Callable[[], Any]
+    ) -> Any:
+        """Return what `run`, a call of `part`, does in a trial, and note whether it could wait."""
+        states = torch_states(self._device)
+        output = copied(run())
+        is_drawn = not all(map(torch.equal, states, torch_states(self._device)))
+        is_simple = not kwargs and _is_one(args) and _is_one([output])
+        if self.depending and is_simple and not (is_drawn or self._experts_called):
+            written = write_count(args[0]), write_count(output)
+            self._can_wait[part] = _Waiting(args[0], output, written)
+            self.depending.watch(part, output)
+        return output
+
+    def _postpone(self, part: nn.Module, call: Callable[..., Any], given: Tensor) -> Tensor:
+        """Return what `part` makes of `given` as a tensor that is computed later.
+
+        What looks at it behind the experts ends the rehearsal, so that it computes while rows
+        travel.
+        """
+        run = postponed(call, given)
+
+        def keep() -> Tensor:
+            del self._postponed[part]
+            output: Tensor = run()
+            self._returned[part].append((output, []))
+            return output
+
+        def compute() -> Tensor:
+            if self._experts_called:
+                raise _RehearsalEnd
+            return keep().clone()
+
+        found = later(compute, given)
+        self._postponed[part] = _Postponed(found, keep)
+        return found
 
     def _is_behind_experts(self, part: nn.Module) -> bool:
         """Count a call of `part`; return whether the forward calls experts before it.
@@ -219,7 +329,7 @@ class Rehearsal:
             return False
         learned = self._learned
         is_late = learned.is_known and self._calls[part] > learned.before[part]
-        return self._has_called or is_late
+        return self._experts_called > 0 or is_late
 
     def _call(
         self, part: nn.Module, call: Callable[..., Any], args: Any, kwargs: Mapping[str, Any]
@@ -231,7 +341,8 @@ class Rehearsal:
     def _again(self, part: nn.Module, call: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
         if self._returned[part]:
             output, random = self._returned[part].pop(0)
-            set_torch_states(random, self._device)
+            if random:
+                set_torch_states(random, self._device)
             return output
         return call(*args, **kwargs)
 

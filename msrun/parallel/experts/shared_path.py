@@ -38,10 +38,9 @@ import torch.distributed as dist
 from torch import Tensor, nn
 from torch.distributed.device_mesh import DeviceMesh
 
-from msrun.errors import ModelError
 from msrun.parallel import torch_compat
 from msrun.parallel.exchange.generators import torch_states
-from msrun.parallel.experts.later import later, settle
+from msrun.parallel.experts.later import CallModes, later, modes_of, postponed, settle
 from msrun.parallel.experts.rehearsal import called_parts, memory_of
 from msrun.parallel.losses.batch import tensors_in
 from msrun.parallel.notation.mesh_layout import EXPERT_AXIS
@@ -55,14 +54,6 @@ _BEFORE = _PLACES - 1
 _ASKED_MOST = 100
 
 
-class _Modes(NamedTuple):
-    """What the caller of a module may switch: gradients, and autocast with its type."""
-
-    has_gradients: bool
-    is_cast: bool
-    dtype: torch.dtype | None
-
-
 class _Early(NamedTuple):
     """What a module has returned before it is called.
 
@@ -70,14 +61,14 @@ class _Early(NamedTuple):
         part: Number of the module.
         given: What it got.
         written: How often that was written in place.
-        modes: As of `_modes`.
+        modes: As of `modes_of`.
         output: What it returned.
     """
 
     part: int
     given: Tensor
     written: int
-    modes: _Modes
+    modes: CallModes
     output: Any
 
 
@@ -189,7 +180,7 @@ class SharedPath:
             self._is_agreed = True
         elif number:
             self._is_moved = self._is_moved or torch.is_grad_enabled()
-            given, modes = self._given[place], _modes(tokens)
+            given, modes = self._given[place], modes_of(tokens)
             output = self._calls[part - 1](given)
             self._early = _Early(part - 1, given, self._counts[place], modes, output)
 
@@ -231,7 +222,7 @@ class SharedPath:
             self._learn(part, args[0] if is_alone else None)
         elif is_alone and part == early.part and args[0] is early.given:
             given = early.given
-            if (write_count(given), _modes(given)) == (early.written, early.modes):
+            if (write_count(given), modes_of(given)) == (early.written, early.modes):
                 return early.output
         return self._calls[part](*args, **kwargs)
 
@@ -279,30 +270,3 @@ class SharedPath:
             if value is given and isinstance(value, Tensor) and write_count(value) == count:
                 self._learned = (part + 1) * _PLACES + place
                 return
-
-
-def postponed(call: Callable[..., Any], given: Tensor) -> Callable[[], Any]:
-    """Return what calls a module with `given` later, as it would be called now."""
-    return partial(_run_late, call, given, write_count(given), _modes(given))
-
-
-def _run_late(call: Callable[..., Any], given: Tensor, written: int, modes: _Modes) -> Any:
-    """Run a module after its call, on what it got and as it was called."""
-    if write_count(given) != written:
-        raise ModelError(
-            "the input of a shared expert was written in place before the other experts were "
-            "called, and was not in an earlier call",
-            hint="call the shared expert after the others",
-        )
-    if modes == _modes(given):
-        return call(given)
-    cast = torch.autocast(given.device.type, dtype=modes.dtype, enabled=modes.is_cast)
-    with torch.set_grad_enabled(modes.has_gradients), cast:
-        return call(given)
-
-
-def _modes(x: Tensor) -> _Modes:
-    kind = x.device.type
-    is_cast = torch.is_autocast_enabled(kind)
-    dtype = torch.get_autocast_dtype(kind) if is_cast else None
-    return _Modes(torch.is_grad_enabled(), is_cast, dtype)

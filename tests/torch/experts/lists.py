@@ -56,6 +56,37 @@ class After(Loop):
         return self.mix(rows, weights, index).view_as(x) + self.shared(x)
 
 
+class Before(Loop):
+    """Calls the shared expert before the others, and adds what it returned to theirs."""
+
+    def forward(self, x):
+        rows = x.reshape(-1, WIDTH)
+        shared = self.shared(rows)
+        return (shared + self.mix(rows, *self.route(rows))).view_as(x)
+
+
+class Looked(Loop):
+    """As `Before`, and looks at what the shared expert returned, but not in the trial."""
+
+    def forward(self, x):
+        rows = x.reshape(-1, WIDTH)
+        shared = self.shared(rows)
+        if torch.is_grad_enabled():
+            shared = shared * 1
+        return (shared + self.mix(rows, *self.route(rows))).view_as(x)
+
+
+class Twice(Loop):
+    """As `Before`, and calls the shared expert twice, but not in the trial."""
+
+    def forward(self, x):
+        rows = x.reshape(-1, WIDTH)
+        found = [self.shared(rows)]
+        if torch.is_grad_enabled():
+            found.append(self.shared(rows * 2))
+        return (self.mix(rows, *self.route(rows)) + sum(found)).view_as(x)
+
+
 class EveryLoop(Loop):
     """Calls every expert, also without tokens; and by name."""
 
@@ -210,6 +241,9 @@ LISTS = {
     "list, finished": Finished,
     "list": Loop,
     "list, after": After,
+    "list, before": Before,
+    "list, looked at": Looked,
+    "list, twice": Twice,
     "list, every": EveryLoop,
     "list, assigned": Assigned,
     "list, sorted": Sorted,

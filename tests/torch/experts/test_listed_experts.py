@@ -50,6 +50,7 @@ def differences(names, config):
 
 def test_lists_of_experts_train_as_in_one_process():
     names = ["list", "list, in place", "list, lonely"]
+    names += ["list, before", "list, looked at", "list, twice"]
     assert worst_of(names, "dp and ep") == dict.fromkeys(names, pytest.approx(0, abs=2e-6))
 
 
@@ -148,10 +149,10 @@ def test_ranks_have_unlike_numbers_of_experts():
     assert found == [{"three": pytest.approx(0, abs=2e-6)}] * 2
 
 
-def overlapped(path):
+def overlapped(path, name):
     """Return how often rank 1 waited for the shared expert of rank 0."""
     rt = msrun.init({"mesh": {"ep": 2}, "plan": [RULE]})
-    model = nn.Sequential(nn.Linear(WIDTH, WIDTH), LISTS["list, after"]())
+    model = nn.Sequential(nn.Linear(WIDTH, WIDTH), LISTS[name]())
     delayed = Delayed(path)
     delayed.watch(model[1])
     model = rt.shard(model)
@@ -164,8 +165,9 @@ def overlapped(path):
     return delayed.waited
 
 
-def test_a_shared_expert_runs_while_rows_travel_and_while_their_gradients_do(tmp_path):
-    assert run_warm(overlapped, 2, str(tmp_path / "store")) == [0, 2]
+@pytest.mark.parametrize("name", ["list, after", "list, before"])
+def test_a_shared_expert_runs_while_rows_travel_and_while_their_gradients_do(tmp_path, name):
+    assert run_warm(overlapped, 2, str(tmp_path / "store"), name) == [0, 2]
 
 
 class Favourites(Loop):

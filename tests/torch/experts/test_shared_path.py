@@ -16,8 +16,7 @@ from torch.nn import functional
 import msrun
 from msrun.errors import ModelError
 from msrun.parallel import torch_compat
-from msrun.parallel.experts.later import later
-from msrun.parallel.experts.shared_path import postponed
+from msrun.parallel.experts.later import later, postponed
 from msrun.parallel.local import full_tensor
 
 pytestmark = [
