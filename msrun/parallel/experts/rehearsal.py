@@ -233,8 +233,10 @@ class Rehearsal:
         self._learned.beside = {p for p, is_one in pairs if is_one and p not in after}
         before = numbers[2 * size : 3 * size]
         self._learned.before = Counter(dict(zip(self._parts, before, strict=True)))
-        objects = zip(self._parts, numbers[3 * size :], strict=True)
-        self._learned.waiting = {p for p, is_one in objects if not is_one and _may_wait(p)}
+        # A look at what is computed later ends a rehearsal before it comes to modules beside.
+        if is_known and not self._learned.beside:
+            objects = zip(self._parts, numbers[3 * size :], strict=True)
+            self._learned.waiting = {p for p, is_one in objects if not is_one and _may_wait(p)}
         self._learned.is_known = bool(is_known)
 
     def run_beside(self) -> None:
@@ -288,7 +290,7 @@ class Rehearsal:
         states = torch_states(self._device)
         output = copied(run())
         is_drawn = not all(map(torch.equal, states, torch_states(self._device)))
-        is_simple = not kwargs and _is_one(args) and _is_one([output])
+        is_simple = part.training and not kwargs and _is_one(args) and _is_one([output])
         if self.depending and is_simple and not (is_drawn or self._experts_called):
             written = write_count(args[0]), write_count(output)
             self._can_wait[part] = _Waiting(args[0], output, written)
@@ -305,7 +307,14 @@ class Rehearsal:
 
         def keep() -> Tensor:
             del self._postponed[part]
+            states = torch_states(self._device)
             output: Tensor = run()
+            if not all(map(torch.equal, states, torch_states(self._device))):
+                raise ModelError(
+                    f"a {type(part).__name__} beside the experts of {self._name} draws random "
+                    "numbers, and drew none in the first call",
+                    hint="call it after the experts",
+                )
             self._returned[part].append((output, []))
             return output
 

@@ -87,6 +87,17 @@ class Twice(Loop):
         return (self.mix(rows, *self.route(rows)) + sum(found)).view_as(x)
 
 
+class Both(Before):
+    """Calls one shared expert before the others and one behind them."""
+
+    def __init__(self):
+        super().__init__()
+        self.behind = nn.Linear(WIDTH, WIDTH)
+
+    def forward(self, x):
+        return super().forward(x) + self.behind(x)
+
+
 class EveryLoop(Loop):
     """Calls every expert, also without tokens; and by name."""
 
@@ -244,6 +255,7 @@ LISTS = {
     "list, before": Before,
     "list, looked at": Looked,
     "list, twice": Twice,
+    "list, both": Both,
     "list, every": EveryLoop,
     "list, assigned": Assigned,
     "list, sorted": Sorted,

@@ -21,6 +21,7 @@ from torch import nn
 from torch.nn import functional
 
 import msrun
+from msrun.errors import ModelError
 from msrun.parallel import torch_compat
 from msrun.parallel.checkpoint.convert import convert
 from msrun.parallel.uneven_rows.rows import rows_of
@@ -50,7 +51,7 @@ def differences(names, config):
 
 def test_lists_of_experts_train_as_in_one_process():
     names = ["list", "list, in place", "list, lonely"]
-    names += ["list, before", "list, looked at", "list, twice"]
+    names += ["list, before", "list, looked at", "list, twice", "list, both"]
     assert worst_of(names, "dp and ep") == dict.fromkeys(names, pytest.approx(0, abs=2e-6))
 
 
@@ -168,6 +169,34 @@ def overlapped(path, name):
 @pytest.mark.parametrize("name", ["list, after", "list, before"])
 def test_a_shared_expert_runs_while_rows_travel_and_while_their_gradients_do(tmp_path, name):
     assert run_warm(overlapped, 2, str(tmp_path / "store"), name) == [0, 2]
+
+
+class Dropping(nn.Linear):
+    """Draws random numbers from the second step on."""
+
+    share = 0.0
+
+    def forward(self, x):
+        return functional.dropout(super().forward(x), self.share, self.share > 0)
+
+
+def dropped():
+    """Return what is said of a shared expert that draws numbers it did not draw before."""
+    rt = msrun.init({"mesh": {"ep": 2}, "plan": [RULE]})
+    mixture = LISTS["list, before"]()
+    mixture.shared = Dropping(WIDTH, WIDTH)
+    model = rt.shard(nn.Sequential(nn.Linear(WIDTH, WIDTH), mixture))
+    update = rt.optimizer(torch.optim.SGD(model.parameters(), lr=0.1))
+    x, target = torch.randn(2, 4, 3, WIDTH)
+    rt.step(model, update, functional.mse_loss, x, target)
+    mixture.shared.share = 0.5
+    with pytest.raises(ModelError, match="draws random numbers, and drew none") as refused:
+        rt.step(model, update, functional.mse_loss, x, target)
+    return refused.value.hint
+
+
+def test_a_shared_expert_that_draws_numbers_later_on_is_refused():
+    assert run_warm(dropped, 2) == ["call it after the experts"] * 2
 
 
 class Favourites(Loop):
