@@ -44,6 +44,7 @@ _OWN_STYLES = {
 _HEADS = ("num_heads", "num_attention_heads", "n_heads", "n_head", "heads")
 _KEY_HEADS = ("num_key_value_heads", "num_kv_heads")
 _HEAD_WIDTHS = ("head_dim", "attention_head_size", "key_value_proj_dim")
+_WITHOUT_HEADS = ("mlp", "moe", "experts", "feedforward", "ffn")
 _SHOWN_MAX = 3
 
 
@@ -225,6 +226,8 @@ class _Maker:
         width = _attribute(module, _HEAD_WIDTHS)
         key_heads = _attribute(module, _KEY_HEADS) or heads
         columns = [name for name, style in members.items() if style.startswith("colwise")]
+        if not columns:
+            return ""
         if not width and heads:
             style = members[columns[0]]
             width = self._weight(columns[0])[0] // int(style.partition("/")[2] or 1) // heads
@@ -298,13 +301,17 @@ def _own_plans(model: nn.Module) -> Iterator[tuple[str, Mapping[str, str]]]:
 
 def _is_attention(model: nn.Module, prefix: str) -> bool:
     module = model.get_submodule(prefix)
-    return "attention" in type(module).__name__.lower() or bool(_attribute(module, _HEADS))
+    kind = type(module).__name__.lower()
+    # The configuration of the model, which many of its modules have, says nothing about these.
+    is_other = any(word in kind for word in _WITHOUT_HEADS)
+    heads = _attribute(module, _HEADS, has_config=not is_other)
+    return "attention" in kind or bool(heads)
 
 
-def _attribute(module: nn.Module, names: tuple[str, ...]) -> int:
+def _attribute(module: nn.Module, names: tuple[str, ...], *, has_config: bool = True) -> int:
     """Return the first of `names` that is a number in the module, a child of it or its config."""
-    places: list[Any] = [module, *module.children(), getattr(module, "config", None)]
-    for place in places:
+    places: list[Any] = [module, *module.children()]
+    for place in [*places, getattr(module, "config", None)] if has_config else places:
         for name in names:
             value = getattr(place, name, None)
             if isinstance(value, int) and value > 0:

@@ -195,6 +195,53 @@ def test_a_model_in_which_nothing_divides_is_refused():
     assert found[0].startswith("parallel.plan: auto_tp finds nothing in Linear to shard over tp 2")
 
 
+class Sizes:
+    num_attention_heads = 3
+
+
+class SmallMLP(nn.Module):
+    """Has the configuration of the model, as modules of transformers do."""
+
+    def __init__(self):
+        super().__init__()
+        self.config = Sizes()
+        self.up, self.down = nn.Linear(WIDTH, 32), nn.Linear(32, WIDTH)
+
+    def forward(self, x):
+        return self.down(self.up(x).relu())
+
+
+class Mixer(SmallMLP):
+    pass
+
+
+class OwnPlan(nn.Module):
+    def __init__(self, kind, styles):
+        super().__init__()
+        self.inner = kind()
+        self._tp_plan = {f"inner.{name}": style for name, style in styles.items()}
+
+    def forward(self, x):
+        return self.inner(x)
+
+
+def mlp_with_plan():
+    return OwnPlan(SmallMLP, {"up": "colwise", "down": "rowwise"})
+
+
+def mixer_with_plan():
+    return OwnPlan(Mixer, {"down": "rowwise"})
+
+
+@pytest.mark.parametrize(
+    ("make", "styles"), [(mlp_with_plan, "1 colwise, 1 rowwise"), (mixer_with_plan, "1 rowwise")]
+)
+def test_heads_of_a_model_divide_its_attention_alone(make, styles):
+    found = run_warm(told, 2, make, {"mesh": {"tp": 2}, "plan": "auto_tp"})
+
+    assert found[0].splitlines() == [f"msrun: auto_tp shards over tp 2: {styles}"]
+
+
 class Normed(nn.Module):
     def __init__(self):
         super().__init__()
