@@ -56,7 +56,8 @@ def place_of(call: TokenCall) -> TokenPlace | Taint | None:
         raise call.mixed() from None
 
 
-def _elementwise(call: TokenCall) -> TokenPlace:
+def elementwise(call: TokenCall) -> TokenPlace:
+    """Functions of values at one place each, which may be broadcast."""
     count = call.result.dim()
     found = {}
     for tensor in call.tensors():
@@ -366,7 +367,7 @@ _DIM_AT = {"unbind": 1, "select": 1, "index_select": 1, "narrow": 1}
 Rule = Callable[[TokenCall], TokenPlace | Taint | None]
 _NAMES: tuple[tuple[Rule, str], ...] = (
     (
-        _elementwise,
+        elementwise,
         (
             "add sub subtract mul multiply div divide true_divide floor_divide remainder __add__ "
             "__radd__ __iadd__ __sub__ __rsub__ __isub__ rsub __mul__ __rmul__ __imul__ "

@@ -20,13 +20,15 @@ from torch.overrides import TorchFunctionMode
 from msrun.errors import ModelError
 from msrun.parallel.context.token_calls import MixedTokensError, Taint, TokenCall, TokenPlace
 from msrun.parallel.context.token_dims import PROPERTIES, place_of
+from msrun.parallel.context.token_writes import place_after, place_in
 from msrun.parallel.local import is_sharded
 from msrun.parallel.losses.notes import PASSING, watch_numbers
-from msrun.parallel.torch_compat import reads_values, write_count
+from msrun.parallel.torch_compat import reads_values, viewed, write_count
 
 _LIBRARIES = (Path(torch.__file__).parent, Path(__file__).parents[2])
 _MARK = "msrun_tokens"
 _watches = watch_numbers()
+_WRITING = frozenset(["copy", "__setitem__"])
 # What reads a number of a tensor, on which code then depends.
 _READING = frozenset(["__bool__", "__int__", "__float__", "__index__", "item", "tolist"])
 # It asks whether position numbers go up one by one, which those of every part do if all do.
@@ -82,6 +84,7 @@ class TokenWatch(TorchFunctionMode):
         if not known:
             return func(*args, **kwargs)
         name = _name(func)
+        written = [(x, write_count(x)) for x in given if not x.is_inference()]
         taints = [mark for mark in known.values() if isinstance(mark, Taint)]
         if taints and name in _READING and self.refuses:
             self._check_read(taints[0])
@@ -93,16 +96,33 @@ class TokenWatch(TorchFunctionMode):
             if not is_of_size or not self.refuses or reads_values(error):
                 raise
             raise self.refusal(f"{name}, which does not run on a part: {said}") from None
-        for tensor in _tensors((result,)):
-            try:
-                mark = _known(TokenCall(name, args, kwargs, tensor, known, self._tokens))
-            except MixedTokensError as error:
-                if not self.refuses:
-                    continue
-                raise self.refusal(str(error)) from None
-            if mark:
-                self.leave(tensor, mark)
+        for tensor in _tensors((args[0] if name == "__setitem__" else result,)):
+            self._follow(TokenCall(name, args, kwargs, tensor, known, self._tokens))
+        for tensor, count in written:
+            if write_count(tensor) != count and (mark := self.mark(tensor)):
+                self._leave_base(tensor, mark)
         return result
+
+    def _follow(self, call: TokenCall) -> None:
+        try:
+            mark = _known(call)
+        except MixedTokensError as error:
+            if self.refuses:
+                raise self.refusal(str(error)) from None
+            return
+        if mark:
+            self.leave(call.result, mark)
+
+    def _leave_base(self, tensor: Tensor, mark: Known) -> None:
+        """Note that a write to `tensor`, if it is a view, has brought tokens into its memory."""
+        base = viewed(tensor)
+        if base is None or self.mark(base):
+            return
+        found = place_in(base, tensor, mark) if isinstance(mark, TokenPlace) else mark
+        if found:
+            self.leave(base, found)
+        elif self.refuses:
+            raise self.refusal("a write to some tokens of the part, by their position")
 
     def refusal(self, what: str) -> ModelError:
         """Return the error for a model that mixes tokens of the part by `what`."""
@@ -123,14 +143,15 @@ class TokenWatch(TorchFunctionMode):
             return
         if isinstance(mark, Taint) and " (" not in mark.name:
             mark = Taint(f"{mark.name}{_line()}")
-        noted = (self._number, write_count(tensor), *mark)
+        # Whatever is written later: a tensor keeps its tokens where they are.
+        noted = (self._number, *mark)
         setattr(tensor, _MARK, noted)
         part = _shard(tensor)
         # An operator plan makes tensors of many ranks from those of one, and the other way round.
         if part is not None and not (
             isinstance(mark, TokenPlace) and part.shape[mark.dim] != tensor.shape[mark.dim]
         ):
-            setattr(part, _MARK, (self._number, write_count(part), *mark))
+            setattr(part, _MARK, noted)
         if tensor.grad_fn:
             metadata: dict[Any, Any] = tensor.grad_fn.metadata  # type: ignore[assignment]
             metadata[_MARK, tensor.output_nr] = noted
@@ -142,17 +163,19 @@ class TokenWatch(TorchFunctionMode):
         noted = getattr(tensor, _MARK, None) or _carried(tensor)
         if noted is None and (part := _shard(tensor)) is not None:
             return self.mark(part)
-        if noted is None or noted[:2] != (self._number, write_count(tensor)):
+        if noted is None or noted[0] != self._number:
             return None
-        return Taint(noted[2]) if isinstance(noted[2], str) else TokenPlace(*noted[2:])
+        return Taint(noted[1]) if isinstance(noted[1], str) else TokenPlace(*noted[1:])
 
 
 def _known(call: TokenCall) -> Known | None:
     """Return what is known of a result, of which some argument may be tainted already."""
     taint = next((mark for mark in call.places.values() if isinstance(mark, Taint)), None)
     if taint is None:
-        return place_of(call)
+        return place_after(call) if call.name in _WRITING else place_of(call)
     has_tokens = any(isinstance(mark, TokenPlace) for mark in call.places.values())
+    if call.name in _WRITING and call.result.is_floating_point() and not has_tokens:
+        return None  # a list of metrics
     if call.result.is_floating_point() and (has_tokens or call.result.dim()):
         raise MixedTokensError(taint.name)
     return taint
@@ -173,7 +196,7 @@ def _carried(tensor: Tensor) -> Any:
         node, place = node.next_functions[place]
         metadata: dict[Any, Any] = node.metadata if node else {}  # type: ignore[assignment]
         if noted := metadata.get((_MARK, place)):
-            return noted[0], write_count(tensor), *noted[2:]
+            return noted
     return None
 
 

@@ -160,7 +160,7 @@ class LossTally:
         with eagerly(), watch, values:  # a compiled function calls no function that could be seen
             loss = compute()
         if data is not None:
-            refuse_hooks(loss)
+            refuse_hooks(loss, data)
         return self._pair(loss) or self._read(watch, one_number(loss, self.device))
 
     def _read(self, watch: LossWatch, loss: Tensor) -> PartLoss:

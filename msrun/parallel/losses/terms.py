@@ -195,14 +195,20 @@ def one_number(loss: Any, device: torch.device, name: str = "loss") -> Tensor:
     return loss
 
 
-def refuse_hooks(loss: Any) -> None:
+def refuse_hooks(loss: Any, given: Sequence[Tensor]) -> None:
     """Refuse a loss with hooks: what is differentiated is its sum over a part of the batch.
+
+    Args:
+        loss: What a loss function returned.
+        given: What it got: an output of the model, which may have hooks, may be the loss itself.
 
     Raises:
         ModelError: A loss function has registered one on what it returns.
     """
     for tensor in tensors_in(loss):
-        if tensor.grad_fn is not None and (tensor.retains_grad or has_gradient_hooks(tensor)):
+        if any(tensor is x for x in given) or tensor.grad_fn is None:
+            continue
+        if tensor.retains_grad or has_gradient_hooks(tensor):
             what = "keeps its gradient" if tensor.retains_grad else "has a hook for its gradient"
             raise ModelError(
                 f"the loss that the loss function returns {what}, and a step differentiates "

@@ -188,7 +188,44 @@ def repeated(_, y):
     return torch.utils.checkpoint.checkpoint(attend, y, use_reentrant=False)
 
 
+def without_the_first(_, y):
+    z = y * 1
+    z[:, 0] = 0
+    return z
+
+
+def pooled_in_a_buffer(_, y):
+    z = y.new_zeros(y.shape)
+    z[..., :8] = y[..., :8]
+    return z + z.mean(1, keepdim=True)
+
+
+def pooled_behind_a_write(_, y):
+    z = y * 1
+    z[..., :8].mul_(2)
+    z[..., 8:] = 0
+    return z + z.mean(1, keepdim=True)
+
+
+def in_front_of_the_last(_, y):
+    z = y.new_zeros(y.shape[0], y.shape[1] + 1, y.shape[2])
+    z[:, 1:].copy_(y)
+    return z[:, : y.shape[1]]
+
+
+def shifted(model, y):
+    numbers = y.argmax(-1) % 4
+    before = torch.zeros_like(numbers)
+    before[:, 1:] = numbers[:, :-1]
+    return y + model.words(before)
+
+
 MIXING = {
+    "has a slice over tokens": without_the_first,
+    "a mean over tokens": pooled_in_a_buffer,
+    "mean over tokens (test_context": pooled_behind_a_write,
+    "a write to some tokens": in_front_of_the_last,
+    "a slice over tokens (test_context": shifted,
     "conv1d over tokens": lambda model, y: model.conv(y.mT).mT,
     "mean over tokens": lambda _, y: y + y.mean(1, keepdim=True),
     "cumsum over tokens": lambda _, y: y.cumsum(1),
@@ -212,6 +249,41 @@ MIXING = {
         .flatten(2)
     ),
 }
+
+
+def in_two_halves(_, y):
+    z = y.new_empty(y.shape)
+    z[..., :8].copy_(y[..., :8])
+    z[..., 8:].copy_(y[..., 8:] * 2)
+    return z
+
+
+def assigned_by_halves(_, y):
+    z = torch.zeros(y.shape, dtype=y.dtype)
+    z[..., 8:] = y[..., 8:]
+    z[..., 0] = 1.0
+    return y + z
+
+
+def filled_by_a_mask(_, y):
+    z = y * 1
+    z[y > 0.5] = 0.5
+    z[:, :, ::2] = y[:, :, 1::2]
+    return z
+
+
+WRITING = [in_two_halves, assigned_by_halves, filled_by_a_mask]
+
+
+def trained_with_writes(config):
+    return [trained(config, partial(Changed, change)) for change in WRITING]
+
+
+def test_tensors_that_a_model_fills_keep_their_tokens():
+    (expected,) = run_warm(trained_with_writes, 1, {})
+    for found in run_warm(trained_with_writes, 2, TWO):
+        for one, other in zip(found, expected, strict=True):
+            assert_equal(one, other)
 
 
 def refusals():

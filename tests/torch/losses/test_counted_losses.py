@@ -316,6 +316,28 @@ def test_hooks_of_a_loss_are_refused_as_another_sum_is_differentiated(name):
         assert "the loss function returns keeps its gradient" in found["kept"]
 
 
+class OwnLoss(Net):
+    def forward(self, x):
+        return super().forward(x).square().mean()
+
+
+def passed_on(config):
+    """Return the losses of a model that computes its own, which the loss function passes on."""
+    rt = msrun.init(config)
+    torch.manual_seed(0)
+    x = torch.randn(SAMPLES, 6)
+    model = rt.shard(OwnLoss())
+    update = rt.optimizer(torch.optim.SGD(model.parameters(), lr=0.1))
+    part = x.chunk(rt.layout.size("dp"))[rt.coordinate.get("dp", 0)]
+    return [rt.step(model, update, lambda loss, _: loss, part, part).item() for _ in range(STEPS)]
+
+
+def test_a_loss_of_the_model_may_have_the_hooks_of_its_units():
+    [expected] = run_warm(passed_on, 1, {})
+    found = run_warm(passed_on, 2, {"optimizer": {"zero": 3}})
+    assert found == [pytest.approx(expected, rel=1e-6)] * 2
+
+
 def compiled(config):
     loss_fn = torch.compile(CROSS_ENTROPY, backend="eager")
     return difference(msrun.init(config), loss_fn)
