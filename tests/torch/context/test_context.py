@@ -213,11 +213,11 @@ def in_front_of_the_last(_, y):
     return z[:, : y.shape[1]]
 
 
-def shifted(model, y):
-    numbers = y.argmax(-1) % 4
+def shifted(_, y):
+    numbers = y.argmax(-1)
     before = torch.zeros_like(numbers)
     before[:, 1:] = numbers[:, :-1]
-    return y + model.words(before)
+    return y + before.unsqueeze(-1)
 
 
 MIXING = {
