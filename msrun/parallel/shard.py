@@ -688,17 +688,24 @@ def _share_experts(
     sequences: Sequences | Images | None,
 ) -> list[nn.Module]:
     """Apply `style: experts` over the axis `ep`; return the modules whose experts ranks share."""
-    if context.layout.ep <= 1:
-        return []
     from msrun.parallel.context.sequences import Sequences
+
+    routed_plans = {name: plan for name, plan in resolved.plans.items() if plan.is_routed}
+    is_cut = bool(routed_plans) and isinstance(sequences, Sequences)
+    if context.layout.ep <= 1 and not is_cut:
+        return []
     from msrun.parallel.experts import routed
 
     if not isinstance(sequences, Sequences):
         return routed.apply(resolved.config, context, model, plans)
-    from msrun.parallel.context.experts import run_outside
+    from msrun.parallel.context.experts import run_outside, try_whole
 
-    names = [name for name, plan in resolved.plans.items() if plan.is_routed]
-    with run_outside(sequences, model, names):
+    if context.layout.ep <= 1:  # those of a list are followed, as the loop around them is
+        routed_plans = {name: plan for name, plan in routed_plans.items() if plan.params}
+    with run_outside(sequences, model, routed_plans):
+        if context.layout.ep <= 1:
+            try_whole(model, routed_plans)
+            return []
         return routed.apply(resolved.config, context, model, plans)
 
 

@@ -1,7 +1,8 @@
 """Experts on ranks beside parts of sequences: tokens travel, and nobody looks on the way.
 
 What `style: experts` computes of a token was tried not to depend on others.  Its functions mix the
-tokens of many ranks, and its ranges count rows and no tokens.  So it runs outside of `Sequences`.
+tokens of many ranks, and its ranges count rows and no tokens.  So it runs outside of `Sequences`,
+also where the axis of experts has one rank, which has all of them.
 """
 
 from __future__ import annotations
@@ -17,6 +18,7 @@ from msrun.errors import ModelError
 from msrun.parallel.context.sequences import Sequences
 from msrun.parallel.context.token_calls import Taint, TokenPlace
 from msrun.parallel.experts.arguments import Arguments
+from msrun.parallel.experts.probe import Probe
 from msrun.parallel.experts.routed import bound
 from msrun.parallel.losses.batch import tensors_in
 from msrun.parallel.torch_compat import without_mode
@@ -41,6 +43,29 @@ def run_outside(sequences: Sequences, model: nn.Module, names: Collection[str]) 
         _wrap(module, partial(_without_values, name, module))
     for name, module in (*experts.items(), *recorded):
         _wrap(module, partial(_run, sequences, name))
+
+
+def try_whole(model: nn.Module, names: Collection[str]) -> None:
+    """Have experts that each rank has all of tried in their first call, as those of ranks are.
+
+    Args:
+        model: The model, or a stage of it.
+        names: Of modules with the weights of all their experts, in the whole model.
+    """
+    own = dict(model.named_modules())
+    for name in names:
+        if module := own.get(name):
+            experts = next(module.parameters()).size(0)
+            _wrap(module, partial(_tried, Probe(name, module), experts))
+
+
+def _tried(
+    probe: Probe, experts: int, forward: Callable[..., Any], /, *args: Any, **kwargs: Any
+) -> Any:
+    if not probe.is_done:
+        arguments = Arguments(probe.name, args, kwargs)
+        probe.run(partial(arguments.call, forward), *arguments.routed, experts)
+    return forward(*args, **kwargs)
 
 
 def _wrap(module: nn.Module, run: Callable[..., Any]) -> None:

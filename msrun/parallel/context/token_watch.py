@@ -36,6 +36,7 @@ _READERS = frozenset(["masking_utils.py"])
 _HINT = (
     "compute it from all tokens before rt.shard, or of each token by itself; attention must be "
     "torch.nn.functional.scaled_dot_product_attention (in transformers attn_implementation='sdpa')"
+    "; experts need a rule of style experts, with ep: 1 in the mesh where each rank has all of them"
 )
 Known = TokenPlace | Taint
 

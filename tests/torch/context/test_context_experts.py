@@ -32,7 +32,7 @@ def shared(rule=RULE, **more):
 
 def staged(schedule="1f1b", rule=RULE, microbatches=4, **more):
     settings = {"stages": "auto", "schedule": schedule, "microbatches": microbatches}
-    return shared(rule, mesh={"pp": 2, "ep": 2, "cp": 2}, pipeline=settings, **more)
+    return shared(rule, **{"mesh": {"pp": 2, "ep": 2, "cp": 2}, "pipeline": settings, **more})
 
 
 STAGED = {
@@ -42,9 +42,11 @@ STAGED = {
         "interleaved", RING, recompute={"modules": ["blocks.?"]}
     ),
     "ring, gpipe, zero 3": staged("gpipe", RING, optimizer={"zero": 3}),
+    "whole experts": staged(mesh={"pp": 2, "ep": 1, "cp": 2}),
 }
 CONFIGS = {
     "ep 2, cp 2": (4, shared()),
+    "whole experts": (2, shared(mesh={"ep": 1, "cp": 2})),
     "ring, zero 1, accumulate, recompute": (
         4,
         shared(RING, optimizer={"zero": 1}, accumulate=2, recompute={"modules": ["*.?"]}),
@@ -87,7 +89,11 @@ class Mixture(Text):
 
 
 @pytest.mark.parametrize(
-    "case", ["ep 2, cp 2", *(pytest.param(name, marks=pytest.mark.slow) for name in [*CONFIGS][1:])]
+    "case",
+    [
+        *("ep 2, cp 2", "whole experts"),
+        *(pytest.param(name, marks=pytest.mark.slow) for name in [*CONFIGS][2:]),
+    ],
 )
 def test_tokens_of_parts_travel_to_experts_as_in_one_process(case):
     expected = run_warm(trained, 1, {}, Mixture)[0]
@@ -105,7 +111,30 @@ def test_tokens_of_parts_travel_to_experts_as_in_one_process(case):
 )
 def test_stages_send_tokens_of_parts_to_experts_as_in_one_process(case):
     expected = run_warm(trained, 1, {}, Mixture)[0]
-    assert_stages_equal(run_warm(trained, 8, STAGED[case], Mixture), expected)
+    ranks = 4 * STAGED[case]["mesh"]["ep"]
+    assert_stages_equal(run_warm(trained, ranks, STAGED[case], Mixture), expected)
+
+
+class Averaged(Experts):
+    def forward(self, tokens, index, weights):
+        return super().forward(tokens - tokens.mean(0), index, weights)
+
+
+class MixtureOfMeans(Mixture):
+    def __init__(self):
+        super().__init__()
+        self.blocks[1].experts = Averaged()
+
+
+def refused_whole():
+    with pytest.raises(ModelError) as error:
+        trained(shared(mesh={"ep": 1, "cp": 2}), MixtureOfMeans)
+    return error.value.message
+
+
+def test_whole_experts_that_mix_tokens_of_a_part_are_refused():
+    for said in run_warm(refused_whole, 2):
+        assert said.startswith("blocks.1.experts of style experts over ep: what it computes of a")
 
 
 def learned(config, texts):
