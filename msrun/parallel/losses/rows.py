@@ -25,6 +25,8 @@ from msrun.parallel.losses.notes import carried, leave
 
 # Attributes of tensors: of a watch of the loss function, and of one of the model.
 _OF_LOSS, _OF_MODEL = "msrun_rows", "msrun_model_rows"
+# Of one whose rows were given values that are of no sample, each by its position.
+_WRITTEN = "msrun_written_rows"
 _CUTTING = frozenset(
     ["__getitem__", "narrow", "select", "chunk", "split", "tensor_split", "unbind"]
 )
@@ -79,7 +81,7 @@ class RowsWatch:
 
     def may_follow(self, name: str) -> bool:
         """Return whether `follow` has something to do for a function of this name."""
-        return self.has_cut or name in _CUTTING
+        return self.has_cut or name in _CUTTING or name == "__setitem__"
 
     def follow(
         self,
@@ -99,6 +101,9 @@ class RowsWatch:
             is_sample: Whether a tensor is computed from samples.
         """
         first = args[0] if args else None
+        if name == "__setitem__":
+            self._write(args, is_sample)
+            return
         if name in _CUTTING and isinstance(first, Tensor) and is_sample(first):
             self._cut(name, args, kwargs, results)
             return
@@ -189,6 +194,25 @@ class RowsWatch:
                 self._numbered.add(rows)
             self._note([tensor], RowsOrigin(rows, own.history if own else 0))
 
+    def _write(self, args: Sequence[Any], is_sample: Callable[[Tensor], bool]) -> None:
+        """Note the rows of a tensor of samples that get a value of no sample.
+
+        Code that gives each row its own value, such as a mask by its length, writes all of them.
+        """
+        x, index, value = args
+        has_rows = self._samples > 1 and x.dim() and len(x) == self._samples and is_sample(x)
+        if not has_rows or (isinstance(value, Tensor) and is_sample(value)):
+            return
+        places = [*range(self._samples)]
+        parts = _parts("__getitem__", (x, index), {}, (x,), places)
+        if parts is not None and parts[0] != places:
+            self.has_cut = True
+            setattr(x, _WRITTEN, (self._number, *{*self._written(x), *parts[0]}))
+
+    def _written(self, x: Tensor) -> tuple[int, ...]:
+        number, *rows = getattr(x, _WRITTEN, (None,))
+        return tuple(rows) if number == self._number else ()
+
     def _note(self, results: Sequence[Tensor], origin: RowsOrigin | None) -> None:
         for tensor in results:
             if origin is not None or self._noted(tensor):
@@ -198,6 +222,8 @@ class RowsWatch:
     def _noted(self, tensor: Tensor) -> RowsOrigin | None:
         if not self.has_cut:
             return None  # nothing has a note of this watch
+        if 0 < len(self._written(tensor)) < self._samples:
+            return RowsOrigin(_MIXED)
         found = getattr(tensor, self._mark, None) or carried(tensor, self._mark)
         number, *noted = found or (None,)
         if number != self._number or not noted:

@@ -134,6 +134,14 @@ BY_ORDER = {
     with_the_next_by_size: _ORDER,
     the_largest_alone: _ORDER,
 }
+
+
+def first_half_without(x):
+    x = x * 2
+    x[: len(x) // 2] = 0
+    return x
+
+
 _TAKEN = "samples by their position"
 # What the watch of a model notices, and a plan of mode auto does not.
 BY_POSITION = {
@@ -141,6 +149,7 @@ BY_POSITION = {
     first_half_alone: _TAKEN,
     halves_apart: _TAKEN,
     halves_mixed: _TAKEN,
+    first_half_without: _TAKEN,
 }
 MIXING = {
     normal: "a std over samples (mixing_functions.py, line 10)",
@@ -295,8 +304,25 @@ def negatives(x):
     return x * noise
 
 
+def columns_written(x):
+    x = x * 2
+    x[:, :2] = 0
+    x[..., 2] = 1
+    return x
+
+
+def rows_written_one_by_one(x):
+    x = x * 2
+    for index in range(len(x)):
+        x[index, :2] = 0.5
+    found = torch.zeros_like(x)
+    for index in range(len(x)):
+        found[index] = x[index] * 2
+    return found
+
+
 RIGHT = [shuffled_and_back, softmax_by_hand, largest_of_each, larger_of_two, padded, negatives]
 RIGHT += [in_chunks, one_by_one, two_towers, by_equal_positions, all_rows]
 RIGHT += [each, layer_norm, sequence_first, attention, instance_norm, batch_norm, rows]
 RIGHT += [sorted_and_back, weights, constants, to_a_metric, to_a_buffer, by_a_buffer_of_all]
-RIGHT += [cropped, diagonal_of_pairs]
+RIGHT += [cropped, diagonal_of_pairs, columns_written, rows_written_one_by_one]
