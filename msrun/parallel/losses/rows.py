@@ -22,6 +22,7 @@ from typing import Any, NamedTuple
 from torch import Tensor
 
 from msrun.parallel.losses.notes import carried, leave
+from msrun.parallel.torch_compat import viewed
 
 # Attributes of tensors: of a watch of the loss function, and of one of the model.
 _OF_LOSS, _OF_MODEL = "msrun_rows", "msrun_model_rows"
@@ -34,6 +35,7 @@ _NUMBERING = ("chunk", "tensor_split")
 _JOINING = frozenset(["cat", "concat", "concatenate", "stack", "hstack", "vstack", "dstack"])
 _JOINING |= {"row_stack", "column_stack", "pad_sequence", "block_diag", "as_nested_tensor"}
 _JOINING |= {"nested_tensor", "_nested_tensor_from_tensor_list"}
+_FILLING = frozenset(["zero_", "fill_", "copy_"])
 _ADDING = frozenset(["add", "__add__", "__radd__", "__iadd__", "add_"])
 
 Rows = frozenset[int]
@@ -104,6 +106,8 @@ class RowsWatch:
         if name == "__setitem__":
             self._write(args, is_sample)
             return
+        if name in _FILLING and isinstance(first, Tensor):
+            self._fill(first, args[1:], is_sample)
         if name in _CUTTING and isinstance(first, Tensor) and is_sample(first):
             self._cut(name, args, kwargs, results)
             return
@@ -174,7 +178,7 @@ class RowsWatch:
     ) -> None:
         """Note the rows of parts along dim 0 of a tensor."""
         x: Tensor = args[0]
-        own = self._noted(x)
+        own = self._origin(x)
         places = [*range(self._samples)] if own is None else sorted(own.rows)
         parts = None
         if x.dim() and len(x) == len(places) and -1 not in places:
@@ -209,6 +213,17 @@ class RowsWatch:
             self.has_cut = True
             setattr(x, _WRITTEN, (self._number, *{*self._written(x), *parts[0]}))
 
+    def _fill(
+        self, part: Tensor, values: Sequence[Any], is_sample: Callable[[Tensor], bool]
+    ) -> None:
+        """Note the rows of the tensor that `part` is a view of, as `_write` does."""
+        origin, whole = self._origin(part), viewed(part)
+        is_own = any(isinstance(value, Tensor) and is_sample(value) for value in values)
+        if origin is None or is_own or -1 in origin.rows or whole is None or not whole.dim():
+            return
+        if len(whole) == self._samples > 1:
+            setattr(whole, _WRITTEN, (self._number, *{*self._written(whole), *origin.rows}))
+
     def _written(self, x: Tensor) -> tuple[int, ...]:
         number, *rows = getattr(x, _WRITTEN, (None,))
         return tuple(rows) if number == self._number else ()
@@ -222,8 +237,11 @@ class RowsWatch:
     def _noted(self, tensor: Tensor) -> RowsOrigin | None:
         if not self.has_cut:
             return None  # nothing has a note of this watch
-        if 0 < len(self._written(tensor)) < self._samples:
-            return RowsOrigin(_MIXED)
+        is_partly_written = 0 < len(self._written(tensor)) < self._samples
+        return RowsOrigin(_MIXED) if is_partly_written else self._origin(tensor)
+
+    def _origin(self, tensor: Tensor) -> RowsOrigin | None:
+        """As `_noted`, whatever was written to some rows."""
         found = getattr(tensor, self._mark, None) or carried(tensor, self._mark)
         number, *noted = found or (None,)
         if number != self._number or not noted:

@@ -142,6 +142,12 @@ def first_half_without(x):
     return x
 
 
+def first_sample_zeroed(x):
+    x = x * 2
+    x[0].zero_()
+    return x
+
+
 _TAKEN = "samples by their position"
 # What the watch of a model notices, and a plan of mode auto does not.
 BY_POSITION = {
@@ -150,6 +156,7 @@ BY_POSITION = {
     halves_apart: _TAKEN,
     halves_mixed: _TAKEN,
     first_half_without: _TAKEN,
+    first_sample_zeroed: _TAKEN,
 }
 MIXING = {
     normal: "a std over samples (mixing_functions.py, line 10)",
@@ -315,6 +322,8 @@ def rows_written_one_by_one(x):
     x = x * 2
     for index in range(len(x)):
         x[index, :2] = 0.5
+    for index in range(len(x)):
+        x[index, 2:4].fill_(0.25)
     found = torch.zeros_like(x)
     for index in range(len(x)):
         found[index] = x[index] * 2
