@@ -688,6 +688,8 @@ def _share_experts(
     sequences: Sequences | Images | None,
 ) -> list[nn.Module]:
     """Apply `style: experts` over the axis `ep`; return the modules whose experts ranks share."""
+    if context.layout.ep <= 1 and sequences is None:
+        return []
     from msrun.parallel.context.sequences import Sequences
 
     routed_plans = {name: plan for name, plan in resolved.plans.items() if plan.is_routed}

@@ -30,10 +30,7 @@ def place_after(call: TokenCall) -> TokenPlace | None:
 
 
 def place_in(base: Tensor, view: Tensor, place: TokenPlace) -> TokenPlace | None:
-    """Return where `base` has the tokens that its `view` has at `place`; None if not all of them.
-
-    The other way round it serves as well.
-    """
+    """Return where `base` has the tokens that its `view` has at `place`; None if it has others."""
     kind = view.shape[place.dim], view.stride(place.dim)
     dims = [dim for dim in range(base.dim()) if (base.shape[dim], base.stride(dim)) == kind]
     return place._replace(dim=dims[0]) if len(dims) == 1 else None

@@ -44,7 +44,7 @@ _OWN_STYLES = {
 _HEADS = ("num_heads", "num_attention_heads", "n_heads", "n_head", "heads")
 _KEY_HEADS = ("num_key_value_heads", "num_kv_heads")
 _HEAD_WIDTHS = ("head_dim", "attention_head_size", "key_value_proj_dim")
-_WITHOUT_HEADS = ("mlp", "moe", "experts", "feedforward", "ffn")
+_WITHOUT_HEADS = ("mlp", "moe", "moeblock", "experts", "feedforward", "ffn")  # ends of classes
 _SHOWN_MAX = 3
 
 
@@ -303,8 +303,7 @@ def _is_attention(model: nn.Module, prefix: str) -> bool:
     module = model.get_submodule(prefix)
     kind = type(module).__name__.lower()
     # The configuration of the model, which many of its modules have, says nothing about these.
-    is_other = any(word in kind for word in _WITHOUT_HEADS)
-    heads = _attribute(module, _HEADS, has_config=not is_other)
+    heads = _attribute(module, _HEADS, has_config=not kind.endswith(_WITHOUT_HEADS))
     return "attention" in kind or bool(heads)
 
 
