@@ -75,8 +75,8 @@ Function = Callable[..., Any]
 
 # Names of functions and methods of tensors that are right on shards, whatever the placement.
 _VERIFIED = """
-    abs add add_ addcmul bfloat16 cos div div_ elu erf exp float gelu half leaky_relu log
-    log1p masked_fill mul mul_ neg pow reciprocal relu relu_ rsqrt rsub sigmoid silu sin softplus
+    abs add add_ addcmul bfloat16 cos div div_ erf exp float gelu half leaky_relu log
+    log1p masked_fill mul mul_ neg pow reciprocal relu relu_ rsqrt rsub sigmoid silu sin
     sqrt square sub sub_ tanh to true_divide type_as where __add__ __iadd__ __imul__ __isub__
     __mul__ __neg__ __pow__ __radd__ __rmul__ __rpow__ __rsub__ __rtruediv__ __sub__ __truediv__
     broadcast_to clone contiguous detach expand flatten permute reshape squeeze t transpose

@@ -39,8 +39,11 @@ _ELEMENTWISE = """
     __and__ __eq__ __floordiv__ __ge__ __gt__ __invert__ __le__ __lt__ __mod__ __ne__ __or__
     __rdiv__ __xor__
 """
+# For softplus and elu torch's layout of a gradient has the strides of the input, where the gradient
+# has those that it came with: it cannot be viewed then.
 _ELEMENTWISE_IN_NN = (
     functional.celu,
+    functional.elu,
     functional.hardsigmoid,
     functional.hardswish,
     functional.hardtanh,
@@ -48,6 +51,7 @@ _ELEMENTWISE_IN_NN = (
     functional.mish,
     functional.relu6,
     functional.selu,
+    functional.softplus,
     functional.softsign,
     functional.tanhshrink,
     torch.celu,

@@ -94,6 +94,37 @@ def of_heads():
     return sweep(Shard(2), is_of_heads=True)
 
 
+def transposed_gradients():
+    """Return the calls behind a divided Linear whose gradient, transposed, does not reach it."""
+    runtime = msrun.init({"mesh": {"tp": -1}, "mode": "manual"})
+    mesh = runtime.mesh["tp"]
+    x = torch.randn(SHAPE, generator=torch.Generator().manual_seed(1))
+    eye = distribute_tensor(torch.eye(SHAPE[-1]), mesh, [Shard(0)], src_data_rank=None)
+    wrong = []
+    for name, call in CALLS.items():
+        plain, part = x.clone().requires_grad_(), x.clone().requires_grad_()
+        for given, weight in ((plain, torch.eye(SHAPE[-1])), (part, eye)):
+            with warnings.catch_warnings(), Guard(mesh):
+                warnings.simplefilter("ignore")
+                torch.manual_seed(2)
+                found = call(functional.linear(given, weight))
+                if found.dim() > 1:
+                    found = found.transpose(-2, -1).contiguous()
+                try:
+                    whole(found.square().sum()).backward()
+                except (NotImplementedError, RuntimeError) as error:
+                    wrong.append(f"{name}: {error}")
+        if part.grad is not None and not torch.allclose(part.grad, plain.grad, atol=1e-5):
+            wrong.append(name)
+    return wrong
+
+
+def test_a_gradient_that_a_model_transposes_reaches_a_linear():
+    # softplus and elu: the layout had other strides than the part had.
+    for wrong in run_warm(transposed_gradients, 2):
+        assert wrong == []
+
+
 @pytest.mark.parametrize("cut", [Shard(0), pytest.param(Shard(2), marks=pytest.mark.slow)])
 def test_uneven_parts_are_right_or_refused(cut):
     # A plan makes no such parts, but a view may: 4 and 8 in three.
