@@ -434,10 +434,13 @@ def is_active(mode: TorchFunctionMode) -> bool:
 
     Inside a backward pass the modes around it are not active.
     """
+    return any(active is mode for active in active_modes())
+
+
+def active_modes() -> Iterator[TorchFunctionMode]:
+    """Yield the modes that functions pass through which are called now, the last one first."""
     for index in range(torch._C._len_torch_function_stack()):  # noqa: SLF001 - as `unseen_by`
-        if torch._C._get_function_stack_at(index) is mode:  # noqa: SLF001
-            return True
-    return False
+        yield torch._C._get_function_stack_at(index)  # noqa: SLF001
 
 
 def as_plain_tensors() -> AbstractContextManager[None]:

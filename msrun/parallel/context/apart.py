@@ -23,7 +23,8 @@ from torch.nn import functional
 from msrun.errors import ModelError
 from msrun.parallel import torch_compat
 from msrun.parallel.config import ROOT
-from msrun.parallel.context.sequences import Sequences, apart_refusal
+from msrun.parallel.context.sequences import Sequences
+from msrun.parallel.context.sites import apart_refusal
 
 
 class ModuleApart:

@@ -26,6 +26,8 @@ from msrun.parallel.context.documents import Documents
 
 _HEADS = 1
 _TOKENS = 2
+# Queries of a window that are computed at once, if it is not wider.
+_QUERIES_MIN = 256
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -40,6 +42,7 @@ class Attention:
             is added to their scores; None for all.
         rows: The same of pairs, (samples or 1, 1 or heads, tokens of this rank, all tokens).
         documents: Of which tokens see those of their own document alone; None has one of all.
+        distance: To the farthest token that a token sees; None if none is too far.
     """
 
     group: dist.ProcessGroup
@@ -48,6 +51,7 @@ class Attention:
     keys: Tensor | None
     rows: Tensor | None = None
     documents: Documents | None = None
+    distance: int | None = None
 
 
 def attention_arguments(  # noqa: PLR0917 - as of torch
@@ -77,20 +81,75 @@ def by_heads(ask: Attention, query: Tensor, key: Tensor, value: Tensor) -> Tenso
     if ask.documents:
         output = _of_documents(ask, ask.documents, parts)
     else:
-        output = _attention(ask, parts, _mask(ask, query))
+        output = _attention(ask, parts, _given(ask))
     return _all_heads(output, ask.group)
 
 
-def _attention(ask: Attention, parts: Sequence[Tensor], mask: Tensor | None = None) -> Tensor:
-    q, k, v = parts
+def _attention(ask: Attention, parts: Sequence[Tensor], given: Tensor | None = None) -> Tensor:
+    """Return attention of all tokens, of which `given` says which keys or pairs may be seen."""
+    length = parts[0].shape[_TOKENS]
+    if ask.distance is not None and ask.distance < length - 1:
+        return _in_window(ask, ask.distance, parts, given)
+    if given is None or not ask.is_causal:
+        return _of_torch(ask, parts, given)
+    every = range(length)
+    return _of_torch(ask, parts, _both(given, seen(ask, every, every, given.device)))
+
+
+def _in_window(
+    ask: Attention, distance: int, parts: Sequence[Tensor], keys: Tensor | None
+) -> Tensor:
+    """Return attention to tokens nearby: some queries at a time, with the keys around them."""
+    query, *others = parts
+    length = query.shape[_TOKENS]
+    size = max(_QUERIES_MIN, distance)
+    found = []
+    for first in range(0, length, size):
+        queries = range(first, min(first + size, length))
+        near = near_keys(ask, queries, range(length))
+        mask = seen(ask, queries, near, query.device)
+        if keys is not None:
+            mask = _both(keys[..., near.start : near.stop], mask)
+        own = query[:, :, first : queries.stop]
+        found.append(
+            _of_torch(ask, [own, *(x[:, :, near.start : near.stop] for x in others)], mask)
+        )
+    return torch.cat(found, _TOKENS)
+
+
+def near_keys(ask: Attention, queries: range, keys: range) -> range:
+    """Return those of `keys` that are in the window of some of `queries`."""
+    if ask.distance is None:
+        return keys
+    behind = 0 if ask.is_causal else ask.distance
+    start = max(keys.start, queries.start - ask.distance)
+    return range(start, max(start, min(keys.stop, queries.stop + behind)))
+
+
+def seen(ask: Attention, queries: range, keys: range, device: torch.device) -> Tensor:
+    """Return for each of (queries, keys), by their numbers, whether it is in the window."""
+    rows, columns = (torch.arange(x.start, x.stop, device=device) for x in (queries, keys))
+    back = rows.unsqueeze(-1) - columns
+    if ask.distance is None:
+        return back >= 0
+    return (back <= ask.distance) & (back >= (0 if ask.is_causal else -ask.distance))
+
+
+def _both(given: Tensor, is_seen: Tensor) -> Tensor:
+    """Return a mask, or what is added to scores, for keys that are seen as well."""
+    return given & is_seen if given.dtype == torch.bool else given.masked_fill(~is_seen, -math.inf)
+
+
+def _of_torch(ask: Attention, parts: Sequence[Tensor], mask: Tensor | None) -> Tensor:
+    query, key, value = parts
     return functional.scaled_dot_product_attention(
-        q,
-        k,
-        v,
+        query,
+        key,
+        value,
         attn_mask=mask,
         is_causal=ask.is_causal and mask is None,
         scale=ask.scale,
-        enable_gqa=q.shape[_HEADS] != k.shape[_HEADS],
+        enable_gqa=query.shape[_HEADS] != key.shape[_HEADS],
     )
 
 
@@ -127,21 +186,15 @@ def _all_heads(x: Tensor, group: dist.ProcessGroup) -> Tensor:
     return arrived.permute(2, 1, 0, 3, 4).flatten(2, 3).transpose(_HEADS, _TOKENS)
 
 
-def _mask(ask: Attention, query: Tensor) -> Tensor | None:
-    """Return the mask of all keys or pairs, and of later keys; None without one."""
+def _given(ask: Attention) -> Tensor | None:
+    """Return the mask of all keys or pairs, for the heads of this rank; None without one."""
     given = ask.keys if ask.rows is None else ask.rows
     if given is None:
         return None
     keys = all_gather(given, ask.group, -1 if ask.rows is None else _TOKENS)
     if keys.shape[_HEADS] > 1:
         keys = keys.tensor_split(ask.group.size(), _HEADS)[ask.group.rank()]
-    if not ask.is_causal:
-        return keys
-    length = keys.shape[-1]
-    later = torch.ones(length, length, dtype=torch.bool, device=query.device).tril()
-    if keys.dtype == torch.bool:
-        return keys & later
-    return keys.masked_fill(~later, -math.inf)
+    return keys
 
 
 def bytes_by_heads(shapes: tuple[tuple[int, int, int, int], int], ranks: int, width: int) -> int:

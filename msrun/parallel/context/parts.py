@@ -13,6 +13,7 @@ from msrun.parallel.context.documents import Documents, by_positions
 from msrun.parallel.losses.batch import StepBatch, batch_size, map_leaves, tensors_in
 
 _IGNORED = -100
+_SLIDING = "sliding_attention"
 
 
 class Cut(NamedTuple):
@@ -24,6 +25,7 @@ class Cut(NamedTuple):
         tokens: Tokens of each sequence in this part.
         real: For (samples, tokens of all ranks) whether attention may see them; None for all.
         documents: That a model of transformers finds by its positions; None for one alone.
+        has_windows: Whether a model of transformers has layers with sliding windows.
     """
 
     batch: StepBatch
@@ -31,6 +33,7 @@ class Cut(NamedTuple):
     tokens: int
     real: Tensor | None
     documents: Documents | None
+    has_windows: bool
 
 
 def cut_batch(key: str, model: nn.Module, batch: StepBatch, index: int, ranks: int) -> Cut:
@@ -46,7 +49,7 @@ def cut_batch(key: str, model: nn.Module, batch: StepBatch, index: int, ranks: i
     Raises:
         ModelError: Tokens do not divide, or what a model of transformers does is not supported.
     """
-    batch, real, documents = _of_transformers(key, model, batch)
+    batch, real, documents, has_windows = _of_transformers(key, model, batch)
     tensors = tensors_in(batch)
     first = next((tensor for tensor in tensors if tensor.dim() > 1), None)
     if first is None:
@@ -82,21 +85,21 @@ def cut_batch(key: str, model: nn.Module, batch: StepBatch, index: int, ranks: i
     def part(tensor: Tensor) -> Tensor:
         return tensor.narrow(1, index * size, size).contiguous() if next(left) else tensor
 
-    return Cut(map_leaves(part, batch), is_cut, size, real, documents)
+    return Cut(map_leaves(part, batch), is_cut, size, real, documents, has_windows)
 
 
 def _of_transformers(
     key: str, model: nn.Module, batch: StepBatch
-) -> tuple[StepBatch, Tensor | None, Documents | None]:
-    """Return a batch for a model of transformers, and its padding and documents.
+) -> tuple[StepBatch, Tensor | None, Documents | None, bool]:
+    """Return a batch for a model of transformers, its padding and documents, and if it has windows.
 
     Labels are shifted while the token behind a part is there, and the mask of padding is kept,
     since the model would make one of pairs of tokens in its part.
     """
     config = getattr(model, "config", None)
     if not any(kind.__module__.startswith("transformers.") for kind in type(model).__mro__):
-        return batch, None, None
-    _check_transformers(key, config)
+        return batch, None, None, False
+    has_windows = _check_transformers(key, config)
     named = dict(batch.named)
     labels = named.get("labels")
     shifts = getattr(getattr(model, "loss_function", None), "__name__", "") == "ForCausalLMLoss"
@@ -118,7 +121,7 @@ def _of_transformers(
         del named["attention_mask"]
         if not bool(mask.all()):
             real = mask.bool()
-    return batch._replace(named=named), real, documents
+    return batch._replace(named=named), real, documents, has_windows
 
 
 def _takes_all(model: nn.Module) -> bool:
@@ -126,8 +129,12 @@ def _takes_all(model: nn.Module) -> bool:
     return any(parameter.kind == inspect.Parameter.VAR_KEYWORD for parameter in parameters)
 
 
-def _check_transformers(key: str, config: Any) -> None:
-    """Refuse what a model of transformers decides by the length that it sees."""
+def _check_transformers(key: str, config: Any) -> bool:
+    """Refuse what a model of transformers decides by the length that it sees.
+
+    Returns:
+        Whether it has layers with sliding windows.
+    """
     text = config.get_text_config() if hasattr(config, "get_text_config") else config
     attention = getattr(text, "_attn_implementation", "sdpa")
     if attention not in ("sdpa", None):
@@ -140,13 +147,13 @@ def _check_transformers(key: str, config: Any) -> None:
     is_windowed = getattr(text, "sliding_window", None) and getattr(
         text, "use_sliding_window", True
     )
-    others = (
-        kinds - {"full_attention"} if kinds else {"sliding_attention"} if is_windowed else set()
-    )
+    kinds = kinds or ({_SLIDING} if is_windowed else set())
+    others = kinds - {"full_attention", _SLIDING}
     if others or getattr(text, "attention_chunk_size", None):
         kind = min(others, default="chunked_attention")
         raise ModelError(
-            f"{key}.style: context is for layers that see all tokens, and the model has {kind}"
+            f"{key}.style: context is for layers that see all tokens or a sliding window, and the "
+            f"model has {kind}"
         )
     rope = getattr(text, "rope_parameters", None) or getattr(text, "rope_scaling", None) or {}
     kind = rope.get("rope_type", rope.get("type", "default")) if isinstance(rope, dict) else ""
@@ -155,3 +162,4 @@ def _check_transformers(key: str, config: Any) -> None:
             f"{key}.style: context: rope_type {kind!r} follows the length that a rank sees",
             hint="choose one with fixed frequencies, such as linear, yarn or llama3",
         )
+    return _SLIDING in kinds

@@ -38,7 +38,7 @@ from torch.autograd import Function
 
 from msrun.parallel.autocast.casts import uncast, wide
 from msrun.parallel.collectives import all_gather
-from msrun.parallel.context.attention import Attention
+from msrun.parallel.context.attention import Attention, near_keys, seen
 from msrun.parallel.torch_compat import functional_collective
 
 _TOKENS = 2
@@ -58,7 +58,7 @@ def around(ask: Attention, query: Tensor, key: Tensor, value: Tensor) -> Tensor:
         tensors = [_apply(_Halves, x, ask.group, False) for x in tensors]  # noqa: FBT003
     scale = 1 / math.sqrt(query.shape[-1]) if ask.scale is None else ask.scale
     numbers = ask.documents and ask.documents.of_tokens
-    output = _apply(_Ring, *tensors, keys, numbers, ask.group, ask.is_causal, scale)
+    output = _apply(_Ring, *tensors, keys, numbers, ask, scale)
     return _apply(_Halves, output, ask.group, True) if ask.is_causal else output  # noqa: FBT003
 
 
@@ -148,6 +148,14 @@ def blocks_of(rank: int, source: int, ranks: int, tokens: int, *, is_causal: boo
     ]
 
 
+def _blocks(ask: Attention, source: int, key: Tensor) -> list[_Block]:
+    """Return the blocks that this rank computes with keys such as `key`, but of `source`."""
+    group = ask.group
+    return blocks_of(
+        group.rank(), source, group.size(), key.shape[_TOKENS], is_causal=ask.is_causal
+    )
+
+
 class _Ring(Function):
     @staticmethod
     def forward(  # noqa: PLR0917 - of a Function
@@ -157,37 +165,33 @@ class _Ring(Function):
         value: Tensor,
         keys: Tensor | None,
         numbers: Tensor | None,
-        group: dist.ProcessGroup,
-        is_causal: bool,  # noqa: FBT001
+        ask: Attention,
         scale: float,
     ) -> Tensor:
-        ranks, rank = group.size(), group.rank()
         output = query.new_zeros(*query.shape[:-1], value.shape[-1], dtype=wide(query))
         lse = output.new_full(query.shape[:-1], -math.inf)
-        for source, (k, v) in _travelling((key, value), group):
-            blocks = blocks_of(rank, source, ranks, key.shape[_TOKENS], is_causal=is_causal)
-            for block in blocks:
-                for rows, columns, hidden in _pieces(block, keys, numbers, query):
+        for source, (k, v) in _travelling((key, value), ask.group):
+            for block in _blocks(ask, source, key):
+                for rows, columns, hidden in _pieces(ask, block, keys, numbers, query):
                     with uncast(query):  # scores are as wide as what they are added up to
                         scores = _scores(query[:, :, rows], k[:, :, columns], scale, hidden)
                         _join(output[:, :, rows], lse[:, :, rows], scores, v[:, :, columns])
         result = output.to(query.dtype)
         ctx.save_for_backward(query, key, value, keys, numbers, result, lse)
-        ctx.how = group, is_causal, scale
+        ctx.how = ask, scale
         return result
 
     @staticmethod
     def backward(ctx: Any, gradient: Tensor) -> tuple[Tensor | None, ...]:
         query, key, value, keys, numbers, output, lse = ctx.saved_tensors
-        group, is_causal, scale = ctx.how
-        ranks, rank, kind = group.size(), group.rank(), wide(query)
+        ask, scale = ctx.how
+        kind = wide(query)
         delta = (gradient.to(kind) * output.to(kind)).sum(-1, keepdim=True)
         of_query = torch.zeros_like(query, dtype=kind)
         sums = [torch.zeros_like(x, dtype=kind) for x in (key, value)]
-        for source, (k, v) in _travelling((key, value), group):
-            blocks = blocks_of(rank, source, ranks, key.shape[_TOKENS], is_causal=is_causal)
-            for block in blocks:
-                for rows, columns, hidden in _pieces(block, keys, numbers, query):
+        for source, (k, v) in _travelling((key, value), ask.group):
+            for block in _blocks(ask, source, key):
+                for rows, columns, hidden in _pieces(ask, block, keys, numbers, query):
                     part = (query[:, :, rows], k[:, :, columns], v[:, :, columns])
                     seen = (lse[:, :, rows], delta[:, :, rows], gradient[:, :, rows].to(kind))
                     with uncast(query):
@@ -196,9 +200,9 @@ class _Ring(Function):
                     sums[0][:, :, columns] += found[1]
                     sums[1][:, :, columns] += found[2]
             # Gradients follow their keys, and after the last step go home.
-            sums = _Transfer(sums, group).wait()
+            sums = _Transfer(sums, ask.group).wait()
         of_inputs = (x.to(query.dtype) for x in (of_query, *sums))
-        return (*of_inputs, None, None, None, None, None)
+        return (*of_inputs, None, None, None, None)
 
 
 class _Transfer:
@@ -239,11 +243,12 @@ def _travelling(
 
 
 def _pieces(
-    block: _Block, keys: Tensor | None, numbers: Tensor | None, query: Tensor
+    ask: Attention, block: _Block, keys: Tensor | None, numbers: Tensor | None, query: Tensor
 ) -> Iterator[tuple[slice, slice, Tensor | None]]:
     """Yield queries, keys and what is added to their scores, a bounded number at a time.
 
     Args:
+        ask: The attention.
         block: Queries and keys.
         keys: What is added to the scores of all keys, for all queries or for those of this rank.
         numbers: Of the document of each token in the sequence.
@@ -254,32 +259,29 @@ def _pieces(
     size = max(1, _SCORES_MAX // max(width, 1))
     for first in range(start, stop, size):
         last = min(first + size, stop)
-        end = block.columns.stop
-        if block.is_diagonal:
-            end = block.columns.start + last - start
-        columns = slice(block.columns.start, end)
-        width = end - block.columns.start
-        seen = slice(block.first, block.first + width)
-        added = None if keys is None else keys[..., seen]
+        own = range(block.start + first - start, block.start + last - start)
+        end = own.stop if block.is_diagonal else block.first + width
+        near = near_keys(ask, own, range(block.first, end))
+        if not near:
+            continue
+        at = slice(near.start, near.stop)
+        added = None if keys is None else keys[..., at]
         if added is not None and added.shape[_TOKENS] > 1:
             added = added[:, :, first:last]
         if numbers is not None:
-            of_rows = numbers[:, block.start + first - start : block.start + last - start]
-            others = of_rows[:, None, :, None] != numbers[:, None, None, seen]
-            base = query.new_zeros(others.shape) if added is None else added
-            added = base.masked_fill(others, -math.inf)
-        if block.is_diagonal:
-            added = _causal(added, first - start, last - first, width, query.device)
-        yield slice(first, last), columns, added
+            of_rows = numbers[:, own.start : own.stop]
+            others = of_rows[:, None, :, None] != numbers[:, None, None, at]
+            added = _hidden(added, others)
+        if block.is_diagonal or ask.distance is not None:
+            added = _hidden(added, ~seen(ask, own, near, query.device))
+        moved = block.columns.start - block.first
+        yield slice(first, last), slice(near.start + moved, near.stop + moved), added
 
 
-def _causal(
-    added: Tensor | None, first: int, rows: int, width: int, device: torch.device
-) -> Tensor:
-    """Return what is added to scores, with -inf for keys that come later than a query."""
-    later = torch.ones(rows, width, dtype=torch.bool, device=device).triu(first + 1)
-    base = torch.zeros(later.shape, device=device) if added is None else added
-    return base.masked_fill(later, -math.inf)
+def _hidden(added: Tensor | None, others: Tensor) -> Tensor:
+    """Return what is added to scores, with -inf for the keys of `others`."""
+    base = torch.zeros(others.shape, device=others.device) if added is None else added
+    return base.masked_fill(others, -math.inf)
 
 
 def _grouped(query: Tensor, key: Tensor) -> tuple[Tensor, Tensor]:

@@ -27,7 +27,6 @@ again.  So the modules that the rule matches enter the mode by themselves.
 from __future__ import annotations
 
 import contextlib
-import sys
 import threading
 import weakref
 from collections.abc import Callable, Collection, Iterable, Iterator, Sequence
@@ -58,8 +57,10 @@ from msrun.parallel.context.positions import (
     with_rows,
 )
 from msrun.parallel.context.ring import around
+from msrun.parallel.context.sites import apart_refusal, shown_site, site_of_call
 from msrun.parallel.context.token_calls import TokenPlace
 from msrun.parallel.context.token_watch import TokenWatch
+from msrun.parallel.context.windows import Windows, window_of
 from msrun.parallel.losses.batch import StepBatch, batch_size, map_leaves, tensors_in
 from msrun.parallel.rank_context import SequenceRanks
 from msrun.parallel.torch_compat import checkpointed, is_active, is_in_backward
@@ -68,7 +69,6 @@ _DIMS = 4
 # Names of functions that may add positions of all tokens.
 ADDING = ("add", "__add__", "__radd__")
 _TOKENS = -2
-_SKIPPED = (str(Path(torch.__file__).parent), str(Path(__file__).parents[2]))
 
 
 class Sequences(TorchFunctionMode):
@@ -114,6 +114,7 @@ class Sequences(TorchFunctionMode):
         # Whether attention of something else than tokens was seen, so that shapes do not tell.
         self._has_others = False
         self._watched: set[bool] = set()
+        self.windows = Windows(key)
         self._has_apart = False
         # Calls that make positions, and calls of the same functions that do not.
         self._positions: set[Any] = set()
@@ -182,6 +183,7 @@ class Sequences(TorchFunctionMode):
         """Return this rank's part of a batch of whole sequences."""
         self._cut = cut_batch(self._key, model, batch, self._ranks.index, self._ranks.size)
         self._done, self._tokens = 0, self._cut.tokens
+        self.windows.begin(self._tokens, self._ranks.size, is_expected=self._cut.has_windows)
         return self._cut.batch
 
     def begin(self, part: StepBatch) -> None:
@@ -221,6 +223,7 @@ class Sequences(TorchFunctionMode):
                 yield
             if not self._has_others:
                 if not self._has_raised:
+                    self.windows.check()
                     self._watched.add(self._is_training)
             elif self._has_apart:
                 raise ModelError(
@@ -383,7 +386,7 @@ class Sequences(TorchFunctionMode):
             return False
         raise ModelError(
             f"{self._key}.style: context: {what} of {self._tokens} values, as many as the part has "
-            f"tokens, in a line that did not run in the first step{_shown(site)}",
+            f"tokens, in a line that did not run in the first step{shown_site(site)}",
             hint="give the model its positions in the batch",
         )
 
@@ -401,6 +404,8 @@ class Sequences(TorchFunctionMode):
         self._refuse_apart("attention")
         if watch:
             self._check_repeated(watch, "attention")
+        if window := window_of(mask):
+            mask, is_causal = None, not window.behind
         self._check_attention(query, mask, dropout, is_causal=is_causal)
         part = SequencePart(self._key, self._first, self._tokens, self._ranks.size)
         known = None if watch is None or mask is None else watch.mark(mask)
@@ -414,6 +419,7 @@ class Sequences(TorchFunctionMode):
             keys=keys,
             rows=rows,
             documents=self._documents if self._has_documents and mask is None else None,
+            distance=window and window.before,
         )
         attention = around if self._is_ring(query) else by_heads
         return attention(ask, as_factor(query), as_factor(key), as_factor(value))
@@ -474,25 +480,3 @@ class Sequences(TorchFunctionMode):
             )
         if problem:
             raise ModelError(f"{self._key}.style: context: the model has {problem}")
-
-
-def apart_refusal(name: str, what: str) -> ModelError:
-    """Return the error for a compiled module with something that is of the tokens of all ranks."""
-    return ModelError(
-        f"{ROOT}.compile.modules: {name} has {what}, which is that of the tokens of all ranks, and "
-        "the compiler does not follow it",
-        hint="name modules that compute on each token by itself, such as '*.mlp'",
-    )
-
-
-def site_of_call() -> tuple[Any, int]:
-    """Return the place in the model that called the running function."""
-    frame = sys._getframe(1)  # noqa: SLF001 - a whole traceback for each call would cost more
-    while frame.f_back and frame.f_code.co_filename.startswith(_SKIPPED):
-        frame = frame.f_back
-    return frame.f_code, frame.f_lasti
-
-
-def _shown(site: tuple[Any, int]) -> str:
-    code, _ = site
-    return f" ({Path(code.co_filename).name}, {code.co_name})"

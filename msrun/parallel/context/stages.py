@@ -28,7 +28,8 @@ from msrun.errors import ModelError
 from msrun.parallel.config import ROOT
 from msrun.parallel.context.attention import attention_arguments
 from msrun.parallel.context.documents import FINDERS, OneDocument
-from msrun.parallel.context.sequences import ADDING, Sequences, site_of_call
+from msrun.parallel.context.sequences import ADDING, Sequences
+from msrun.parallel.context.sites import site_of_call
 from msrun.parallel.context.token_calls import Taint
 from msrun.parallel.context.token_watch import Known, TokenWatch
 from msrun.parallel.losses.batch import StepBatch, tensors_in

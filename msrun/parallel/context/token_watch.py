@@ -31,6 +31,8 @@ _watches = watch_numbers()
 _WRITING = frozenset(["copy", "__setitem__"])
 # What reads a number of a tensor, on which code then depends.
 _READING = frozenset(["__bool__", "__int__", "__float__", "__index__", "item", "tolist"])
+# A cache keeps the last tokens of a window, and returns all of them to the layer.
+_KEEPERS = frozenset(["cache_utils.py"])
 # It asks whether position numbers go up one by one, which those of every part do if all do.
 _READERS = frozenset(["masking_utils.py"])
 _HINT = (
@@ -108,6 +110,9 @@ class TokenWatch(TorchFunctionMode):
         try:
             mark = _known(call)
         except MixedTokensError as error:
+            if self.refuses and _is_kept_only():
+                self.leave(call.result, Taint(str(error)))  # no output of the layer has it
+                return
             if self.refuses:
                 raise self.refusal(str(error)) from None
             return
@@ -216,10 +221,20 @@ def _name(func: Callable[..., Any]) -> str:
     return name if name.endswith("__") else name.removesuffix(".default").removesuffix("_")
 
 
+def _is_kept_only() -> bool:
+    """Return whether the running function was called by a cache, which nobody reads in training."""
+    frame = next((f for f in reversed(traceback.extract_stack()) if not _is_library(f)), None)
+    return frame is not None and Path(frame.filename).name in _KEEPERS
+
+
+def _is_library(frame: traceback.FrameSummary) -> bool:
+    path = Path(frame.filename)
+    return any(library in path.parents for library in _LIBRARIES)
+
+
 def _line() -> str:
     """Return where in the model the running function was called: its last line there."""
     for frame in reversed(traceback.extract_stack()):
-        path = Path(frame.filename)
-        if not any(library in path.parents for library in _LIBRARIES):
-            return f" ({path.name}, line {frame.lineno})"
+        if not _is_library(frame):
+            return f" ({Path(frame.filename).name}, line {frame.lineno})"
     return ""
