@@ -470,6 +470,7 @@ class Runtime:
             ModelError: The batch or the loss does not fit, or the kind of the optimizer is refused.
         """
         from msrun.parallel.data_parallel.optimizer_kinds import check_kind
+        from msrun.parallel.layers.norm_functions import all_left
         from msrun.parallel.step import check_clip, run_step
 
         check_kind(optimizer)
@@ -482,7 +483,8 @@ class Runtime:
         saves = self.config.checkpoint is not None and self.config.checkpoint.every > 0
         if saves:
             self.checkpoints.before_step()
-        with self._watchdog.in_step() if self._watchdog else contextlib.nullcontext():
+        watched = self._watchdog.in_step() if self._watchdog else contextlib.nullcontext()
+        with watched, all_left():
             loss = run_step(
                 self.config,
                 self.context,

@@ -40,6 +40,7 @@ from typing import Any, Generic, TypeVar
 import torch
 
 from msrun.parallel import torch_compat
+from msrun.parallel.layers.norm_functions import all_left
 
 _ResultT = TypeVar("_ResultT")
 # Nodes that one cut of one copy may have.
@@ -159,7 +160,8 @@ class Turns(Generic[_ResultT]):
     def _run_copy(self, index: int) -> None:
         _PLACE.turns, _PLACE.index = self, index
         try:
-            self._results[index] = self._tasks[index]()
+            with all_left():
+                self._results[index] = self._tasks[index]()
         except _Ended:
             raise
         except BaseException as error:

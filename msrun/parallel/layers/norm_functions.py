@@ -22,7 +22,7 @@ from __future__ import annotations
 import contextlib
 import threading
 import warnings
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from functools import partial, wraps
 from typing import Any, Self
 
@@ -181,26 +181,45 @@ class _Scope:
 class _Active(contextlib.AbstractContextManager[None]):
     """See `NormFunctions.active`; each forward of a model and each norm enters one."""
 
-    __slots__ = ("_outer", "_scope")
+    __slots__ = ("_outer", "scope")
 
     def __init__(self, scope: _Scope) -> None:
-        self._scope = scope
-        self._outer: _Scope | None = None
+        self.scope = scope
+        self._outer: _Active | None = None
 
     def __enter__(self) -> None:
-        self._outer = getattr(_THREAD, "scope", None)
-        _THREAD.scope = self._scope
+        self._outer = _innermost()
+        _THREAD.active = self
         _REPLACED.enter()
 
     def __exit__(self, *_: object) -> None:
         _REPLACED.leave()
-        _THREAD.scope = self._outer
+        _THREAD.active = self._outer
+
+
+def _innermost() -> _Active | None:
+    return getattr(_THREAD, "active", None)
+
+
+@contextlib.contextmanager
+def all_left() -> Iterator[None]:
+    """Leave at the end what forwards inside have entered and not left.
+
+    Hooks of a module do not run behind its forward if an interrupt, or the end of another copy, has
+    cut it short.
+    """
+    before = _innermost()
+    try:
+        yield
+    finally:
+        while (active := _innermost()) is not None and active is not before:
+            active.__exit__()
 
 
 def _scope() -> _Scope | None:
     """Return what replaces the functions for this thread now; None for torch's own."""
-    scope: _Scope | None = getattr(_THREAD, "scope", None)
-    return None if scope is None or scope.functions.is_plain else scope
+    active = _innermost()
+    return None if active is None or active.scope.functions.is_plain else active.scope
 
 
 # Parameters in their order: all may be passed by position or by name.

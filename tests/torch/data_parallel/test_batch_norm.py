@@ -403,3 +403,29 @@ def test_timm_models_are_those_of_one_process(name):
 
     for found in run_warm(timm_losses, 2, name, "sharded"):
         torch.testing.assert_close(found, expected_losses, rtol=1e-8, atol=1e-9)
+
+
+class Interrupted(nn.Module):
+    def __init__(self):
+        super().__init__()
+        self.norm = nn.BatchNorm1d(2)
+
+    def forward(self, x):
+        raise KeyboardInterrupt(self.norm(x))
+
+
+def after_an_interrupt():
+    """Return a batch norm of this rank's own samples, and what it must be."""
+    x = torch.arange(8.0).view(4, 2) * (1 + torch.distributed.get_rank())
+    expected = functional.batch_norm(x, None, None, training=True)
+    with msrun.init({"mesh": {"dp": 2}}) as rt:
+        model = rt.shard(Interrupted())
+        optimizer = rt.optimizer(torch.optim.SGD(model.parameters(), lr=0.1))
+        with pytest.raises(KeyboardInterrupt):
+            rt.step(model, optimizer, x)
+        return functional.batch_norm(x, None, None, training=True), expected
+
+
+def test_a_step_that_is_interrupted_leaves_batch_norms_of_others_alone():
+    for found, expected in run_warm(after_an_interrupt, 2):
+        torch.testing.assert_close(found, expected, rtol=0, atol=0)
