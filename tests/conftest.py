@@ -12,7 +12,7 @@ from pathlib import Path
 import hypothesis
 import psutil
 import pytest
-from sampled import at_night
+from sampled import of_night
 
 from msrun.supervise import process
 
@@ -197,13 +197,8 @@ def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item
     for item in items:
         if str(item.path.relative_to(config.rootpath)) in THOROUGH:
             item.add_marker("thorough")
-    tests: dict[str, list[pytest.Function]] = {}
-    for item in items:
-        if isinstance(item, pytest.Function) and item.get_closest_marker("sampled"):
-            tests.setdefault(item.nodeid.partition("[")[0], []).append(item)
-    for cases in tests.values():
-        for item in at_night(cases):
-            item.add_marker("slow")
+    for item in of_night(items):
+        item.add_marker("slow")
 
 
 @pytest.fixture(autouse=True, scope="session")

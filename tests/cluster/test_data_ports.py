@@ -201,6 +201,7 @@ HOSTS = pytest.mark.parametrize("hosts", [("a",), ("a", "b")], ids=["user", "hos
 
 @HOSTS
 @pytest.mark.parametrize("mode", ["silent", "garbage"])
+@pytest.mark.few(2)
 def test_who_does_not_know_the_protocol_has_no_effect(attacked, hosts, mode):
     """D-01, D-02."""
     codes, logs, _ = attacked(hosts, mode)

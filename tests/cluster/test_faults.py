@@ -52,6 +52,7 @@ def test_the_users_own_signal_reaches_the_workers_of_its_node_and_no_other(pair,
 
 @pytest.mark.parametrize("asked", [0, 1], ids=["node of the scheduler", "other node"])
 @pytest.mark.parametrize("signum", [signal.SIGINT, signal.SIGTERM])
+@pytest.mark.few(2)
 def test_a_second_signal_ends_at_once_what_ignores_the_first_on_every_node(
     pair, form, signum, asked
 ):

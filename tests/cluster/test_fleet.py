@@ -104,6 +104,7 @@ def watching(site):
 
 
 @ESSENTIAL
+@pytest.mark.few(3)
 def test_ranks_of_two_hosts_train_together(site):
     if site.backend != "ssh":  # one is enough of what takes a while
         job = site.start(script(site.lab.folder, REDUCE))
@@ -117,6 +118,7 @@ def test_ranks_of_two_hosts_train_together(site):
     assert float(accuracy[1]) >= 0.95
 
 
+@pytest.mark.few(3)
 def test_ranks_follow_the_nodes_and_the_first_is_heard(site):
     job = site.start_shell('echo "rank $RANK of $WORLD_SIZE on $(hostname)"', "--tail", "0")
 
@@ -154,6 +156,7 @@ def test_a_worker_that_is_killed_is_started_again(site):
 
 
 @ESSENTIAL
+@pytest.mark.few(3)
 def test_an_agent_that_is_killed_is_a_lost_node(site):
     job = site.start_shell(WAIT)
     job.await_ready()
@@ -165,6 +168,7 @@ def test_an_agent_that_is_killed_is_a_lost_node(site):
 
 
 @ESSENTIAL
+@pytest.mark.few(3)
 def test_a_signal_to_the_head_ends_all(site):
     job = site.start_shell(WAIT)
     job.await_ready()
@@ -175,6 +179,7 @@ def test_a_signal_to_the_head_ends_all(site):
     site.await_nothing()
 
 
+@pytest.mark.few(3)
 def test_a_head_that_is_killed_takes_all_agents_with_it(site):
     job = site.start_shell(WAIT)
     job.await_ready()
@@ -187,6 +192,7 @@ def test_a_head_that_is_killed_takes_all_agents_with_it(site):
     site.await_nothing()
 
 
+@pytest.mark.few(3)
 def test_a_node_with_another_msrun_is_named(site):
     older = "import sys, msrun.version as ours; ours.__version__ = '0.0'"
     code = f"{older}; from launchers.remote import main; sys.exit(main(sys.argv[1:]))"

@@ -53,6 +53,7 @@ def test_the_node_of_the_scheduler_may_be_the_last(lab, form):
         ((4, 6), "fd00:77::1"),
     ],
 )
+@pytest.mark.few(3)
 def test_the_scheduler_is_found_by_name_and_by_either_kind_of_address(
     new_lab, form, families, address
 ):
@@ -229,6 +230,7 @@ OLDER = "import msrun.version; msrun.version.__version__ = '0.0'"
         ((), ("older",), "node b has msrun 0.0, the scheduler msrun "),
     ],
 )
+@pytest.mark.few(2)
 def test_a_node_that_does_not_fit_is_refused_with_the_reason(lab, form, first, second, sentence):
     a, b, _ = lab.hosts
     words = ["--workers-per-node", 2]

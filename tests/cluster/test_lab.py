@@ -208,6 +208,7 @@ def _commands(host):
     ],
     ids=["cable", "pair", "to the server", "from the server"],
 )
+@pytest.mark.few(3)
 def test_a_cut_is_silent_and_a_heal_restores_what_was_sent(lab, fault, received, address):
     a, b, c = lab.hosts
     echo = Echo(a, b, address)

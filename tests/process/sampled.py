@@ -2,9 +2,41 @@
 
 from __future__ import annotations
 
+import zlib
 from collections import defaultdict
+from collections.abc import Callable, Iterable, Iterator
 
 import pytest
+
+# Of the cases of a test, those that only the nightly run has.
+Choice = Callable[[list[pytest.Function]], list[pytest.Function]]
+
+
+def of_night(items: Iterable[pytest.Item]) -> Iterator[pytest.Function]:
+    """Yield the cases of all tests marked `sampled` or `few` that only the nightly run has."""
+    choices: dict[str, Choice] = {"sampled": at_night, "few": beyond_few}
+    tests: defaultdict[tuple[str, str], list[pytest.Function]] = defaultdict(list)
+    for item in items:
+        for mark in choices:
+            if isinstance(item, pytest.Function) and item.get_closest_marker(mark):
+                tests[mark, item.nodeid.partition("[")[0]].append(item)
+    for (mark, _), cases in tests.items():
+        yield from choices[mark](cases)
+
+
+def beyond_few(cases: list[pytest.Function]) -> list[pytest.Function]:
+    """Return all cases of a test but as many as its mark says, at equal distances.
+
+    The first differs from test to test, so that tests over the same values take others.
+    """
+    cases = [case for case in cases if not case.get_closest_marker("slow")]
+    if not cases:
+        return []
+    mark = cases[0].get_closest_marker("few")
+    count = min(mark.args[0] if mark else 1, len(cases))
+    first = zlib.crc32(cases[0].nodeid.partition("[")[0].encode())
+    taken = {(first + at * len(cases) // count) % len(cases) for at in range(count)}
+    return [case for at, case in enumerate(cases) if at not in taken]
 
 
 def at_night(cases: list[pytest.Function]) -> list[pytest.Function]:

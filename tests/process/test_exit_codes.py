@@ -22,6 +22,7 @@ pytestmark = pytest.mark.process
         ("kill -ABRT $$", 134, "was killed by SIGABRT"),
     ],
 )
+@pytest.mark.few(3)
 def test_a_failure_has_the_ranks_own_code_and_is_the_last_word(msrun, program, code, how):
     job = msrun(*shell(f"ulimit -c 0; {program}"))
 

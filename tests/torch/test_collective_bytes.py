@@ -269,6 +269,7 @@ def test_sequence_parallel_gathers_and_scatters_what_tensor_parallel_reduces():
         ("zbv", [2, 4, 4, 2]),
     ],
 )
+@pytest.mark.few(2)
 def test_stages_send_micro_batches_and_their_gradients(schedule, messages):
     count = 8
     config = {

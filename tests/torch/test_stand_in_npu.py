@@ -117,6 +117,7 @@ def test_hccl_is_joined_on_the_devices_own_number(answers):
 
 
 @pytest.mark.parametrize("case", range(len(CASES)))
+@pytest.mark.few(3)
 def test_steps_on_the_device_learn_what_one_process_does(learned, case):
     found, collectives = learned[case], CASES[case][2]
 

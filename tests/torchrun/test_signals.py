@@ -34,6 +34,7 @@ SAVES = """
         ([], signal.SIGINT),
     ],
 )
+@pytest.mark.few(2)
 def test_a_named_signal_reaches_the_workers_and_ends_the_job(launch, tmp_path, words, signum):
     program = script(tmp_path, SAVES)
     line = [*words, "--nproc-per-node=2", program]

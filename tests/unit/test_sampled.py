@@ -1,4 +1,4 @@
-"""What CI leaves out of a test that is `sampled`."""
+"""What CI leaves out of a test that is `sampled`, or of which it takes a `few`."""
 
 from __future__ import annotations
 
@@ -6,7 +6,7 @@ import itertools
 from types import SimpleNamespace
 
 import pytest
-from sampled import at_night
+from sampled import at_night, beyond_few
 
 
 class Case:
@@ -64,3 +64,33 @@ def test_what_is_slow_anyway_shows_nothing():
 
 def test_a_case_that_is_alone_stays():
     assert len(left(cases_of(ALL[:1]))) == 1
+
+
+class Few:
+    """A case of a test of which so many are taken."""
+
+    def __init__(self, name, at, count, *, is_slow=False):
+        self.nodeid, self._count, self._is_slow = f"{name}[{at}]", count, is_slow
+
+    def get_closest_marker(self, name):
+        return self._is_slow if name == "slow" else SimpleNamespace(args=[self._count])
+
+
+@pytest.mark.parametrize("count", [1, 2, 3, 5, 9])
+def test_as_many_cases_are_taken_as_there_are_to_be(count):
+    for name in ("one", "another"):
+        cases = [Few(name, at, count) for at in range(5)]
+        assert len(cases) - len(beyond_few(cases)) == min(count, 5)
+
+
+def test_tests_over_the_same_values_take_others():
+    taken = set()
+    for name in range(20):
+        cases = [Few(f"test_{name}", at, 2) for at in range(6)]
+        taken |= {case.nodeid[-2] for case in set(cases) - set(beyond_few(cases))}
+    assert taken == set("012345")
+
+
+def test_slow_cases_are_not_taken():
+    cases = [Few("one", at, 2, is_slow=at < 3) for at in range(6)]
+    assert len(set(cases[3:]) - set(beyond_few(cases))) == 2

@@ -29,7 +29,7 @@ _KIND = "sdpa"
 _STRIDES = (1, 0)
 
 
-class Window(NamedTuple):
+class SlidingWindow(NamedTuple):
     """Which tokens a token sees.
 
     Args:
@@ -41,16 +41,16 @@ class Window(NamedTuple):
     behind: int
 
 
-def window_of(mask: Tensor | None) -> Window | None:
+def window_of(mask: Tensor | None) -> SlidingWindow | None:
     """Return the window that `mask` is the mark of, or a view of the mark; None of another."""
     if mask is None or mask.stride()[-2:] != _STRIDES:
         return None
-    found: Window | None = getattr(mask, _NOTE, None)
+    found: SlidingWindow | None = getattr(mask, _NOTE, None)
     base = viewed(mask)
     return found if found or base is None else getattr(base, _NOTE, None)
 
 
-def _mark(window: Window, tokens: int, device: Any) -> Tensor:
+def _mark(window: SlidingWindow, tokens: int, device: Any) -> Tensor:
     """Return a mask of (1, 1, tokens, tokens) that attention knows.
 
     It has values where a forward is recorded without them, and so is no step of the recording that
@@ -118,7 +118,7 @@ class Windows:
         return _mark(window, self._tokens, asked.get("device", "cpu"))
 
 
-class _Maker:
+class _MaskMaker:
     """What transformers calls for a mask of `scaled_dot_product_attention`.
 
     Args:
@@ -141,20 +141,20 @@ def _register() -> None:
     from transformers.masking_utils import ALL_MASK_ATTENTION_FUNCTIONS, AttentionMaskInterface
 
     usual = ALL_MASK_ATTENTION_FUNCTIONS[_KIND]
-    if not isinstance(usual, _Maker):
-        AttentionMaskInterface.register(_KIND, _Maker(usual))
+    if not isinstance(usual, _MaskMaker):
+        AttentionMaskInterface.register(_KIND, _MaskMaker(usual))
 
 
-def _known_window(function: Any, size: int) -> Window | None:
+def _known_window(function: Any, size: int) -> SlidingWindow | None:
     """Return the window of a mask function of transformers; None if it is another function."""
     from transformers import masking_utils
 
     causal = masking_utils.sliding_window_causal_mask_function(size)
     if _is_same(function, causal):
-        return Window(size - 1, 0)
+        return SlidingWindow(size - 1, 0)
     both = getattr(masking_utils, "sliding_window_bidirectional_mask_function", None)
     if both and _is_same(function, both(size)):
-        return Window(size, size)
+        return SlidingWindow(size, size)
     return None
 
 

@@ -73,6 +73,7 @@ SERVER = {"MS_ROLE": "MS_PSERVER"}
         ),
     ],
 )
+@pytest.mark.few(7)
 def test_what_cannot_be_is_refused_with_the_variable(cluster, variables, sentence):
     role = variables.get("MS_ROLE", "MS_WORKER")
     options = {name: value for name, value in variables.items() if name != "MS_ROLE"}

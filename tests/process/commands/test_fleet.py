@@ -58,6 +58,7 @@ def start(request, msrun, python):
     return call
 
 
+@pytest.mark.few(3)
 def test_a_job_that_ends_well(start):
     job = start("--env", "A=two words", *shell('echo "$RANK of $WORLD_SIZE: $A"'))
 
@@ -67,6 +68,7 @@ def test_a_job_that_ends_well(start):
     assert "\x1e" not in job.out + job.err
 
 
+@pytest.mark.few(3)
 def test_the_code_is_the_first_failing_workers(start):
     job = start(*shell("[ $RANK = 1 ] && exit 3; sleep 60"))
 
@@ -74,6 +76,7 @@ def test_the_code_is_the_first_failing_workers(start):
     assert "rank 1 (node" in job.err
 
 
+@pytest.mark.few(3)
 def test_a_worker_that_is_killed(start):
     job = start(*shell("[ $RANK = 0 ] && kill -9 $$; sleep 60"))
 
@@ -91,6 +94,7 @@ def test_a_signal_to_the_head_ends_the_job(start, signum, code):
     assert job.wait() == code
 
 
+@pytest.mark.few(3)
 def test_a_head_that_is_killed_takes_the_job_with_it(start):
     job = start(*shell("echo ready; sleep 60"))
     job.until_logged("ready", 0, 1)
@@ -101,6 +105,7 @@ def test_a_head_that_is_killed_takes_the_job_with_it(start):
     until(lambda: not job.members(), "for the end of the job's processes")
 
 
+@pytest.mark.few(3)
 def test_the_secret_stands_in_no_list_of_processes_and_no_worker_has_it(start, tmp_path):
     file = tmp_path / "secret"
     file.touch(mode=0o600)

@@ -275,6 +275,7 @@ PROGRAMS = {
 
 
 @pytest.mark.parametrize("source", PROGRAMS.values(), ids=PROGRAMS)
+@pytest.mark.few(12)
 def test_a_program_does_what_it_does_under_python(tmp_path, source):
     write(tmp_path, "folder/x.py", source)
     plain, ours = run_both(tmp_path, "folder/x.py", "--flag", "a b", "")

@@ -29,6 +29,7 @@ def start(request, msrun, tmp_path):
     return call
 
 
+@pytest.mark.few(3)
 def test_each_rank_knows_who_it_is_and_where_to_meet(start, tmp_path):
     (tmp_path / "who.py").write_text("\n".join(line.strip() for line in WHO.splitlines()))
     job = start("--env", "A=two words", "who.py")
@@ -41,5 +42,6 @@ def test_each_rank_knows_who_it_is_and_where_to_meet(start, tmp_path):
     assert MESSAGE in job.err
 
 
+@pytest.mark.few(3)
 def test_the_code_is_that_of_mpirun(start):
     assert start(*shell("exit 3")).wait() == 3

@@ -69,6 +69,7 @@ print("trained on")
         ("none", 2, "error: nothing was verified: the script ended without a training step"),
     ],
 )
+@pytest.mark.few(3)
 def test_the_exit_code_is_the_answer(msrun, tmp_path, how, code, said):
     train = script(tmp_path, TRAIN, "train.py")
     job = msrun("verify", "--workers-per-node", 2, train, how, plain=True)

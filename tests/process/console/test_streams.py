@@ -118,6 +118,7 @@ TWO_EACH = "echo out $RANK; echo out $RANK; echo err $RANK >&2; echo err $RANK >
         ("-t 0", {}, [0, 1], [0, 1]),
     ],
 )
+@pytest.mark.few(4)
 def test_streams_and_ranks_are_chosen(msrun, words, own, out, err):
     """Each stream is in one file only, and on the console where it was chosen."""
     job = msrun("--workers-per-node", 2, *words.split(), *shell(TWO_EACH))

@@ -227,6 +227,7 @@ def test_rank_0_asks_at_the_terminal(at_terminal, terminal, tmp_path, workers):
 
 
 @pytest.mark.parametrize("words", [(), ("--tail", "all"), ("--tee", "3"), ("-r", "3", "-t", "3")])
+@pytest.mark.few(2)
 def test_a_prompt_shows_however_the_console_is_chosen(at_terminal, terminal, tmp_path, words):
     job = at_terminal("--workers-per-node", 2, *words, script(tmp_path, ASK))
     terminal.until_raw(b"name? ")

@@ -72,6 +72,7 @@ def test_the_first_technique_that_fits_is_recommended(capsys, here):
         (("-o", "away/parallel.yaml"), "-o away/parallel.yaml cannot be written: No such file"),
     ],
 )
+@pytest.mark.few(3)
 def test_a_mistake_is_one_sentence(capsys, words, sentence):
     code, _, error = advise(capsys, *words)
     assert code == 2

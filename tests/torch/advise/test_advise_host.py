@@ -182,6 +182,7 @@ QUICK = ("place, zero 3", "activations", "optimizer", "copies")
     "case",
     [pytest.param(case, marks=() if case in QUICK else pytest.mark.slow) for case in CASES],
 )
+@pytest.mark.few(2)
 def test_devices_hold_no_more_than_the_estimate(case):
     world, one = CASES[case]
     estimate = estimator(world)
@@ -280,6 +281,7 @@ class Normed(Words):
         (Normed, "a100", "copies", "a batch norm needs all samples at once"),
     ],
 )
+@pytest.mark.few(2)
 def test_what_is_not_for_a_model_is_said_with_its_reason(kind, topology, key, said):
     assert advised(kind, topology=topology).refused[key] == said
 

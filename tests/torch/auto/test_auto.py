@@ -165,6 +165,7 @@ def by_class(logits, target):
     ],
     ids=["dp", "tp", "tp-outside", "dp-tp", "dp-tp-outside"],
 )
+@pytest.mark.few(3)
 def test_training_learns_what_one_process_does(config, loss_inside):
     size = math.prod(config["mesh"].values())
     ((want, weights, _),) = run_warm(

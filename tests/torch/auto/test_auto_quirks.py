@@ -88,6 +88,7 @@ def run_plans(name, sizes):
 
 
 @pytest.mark.parametrize("name", RIGHT)
+@pytest.mark.few(8)
 def test_plans_do_what_the_forward_does(name):
     # A product in bfloat16 is rounded on other numbers of terms.
     bound = 2e-2 if "Autocast" in name else 1e-12

@@ -169,6 +169,7 @@ def on_two_ranks(packet):
 
 
 @pytest.mark.parametrize("packet", PACKETS)
+@pytest.mark.few(76)
 def test_choices_compute_what_one_process_does(packet):
     assert run_warm(on_two_ranks, RANKS, packet) == [[]] * RANKS
 

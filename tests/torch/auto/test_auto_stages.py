@@ -225,6 +225,7 @@ def test_skips_ties_dropout_and_clipping_are_those_of_one_process():
 @pytest.mark.parametrize(
     "schedule", ["interleaved", "looped_bfs", "interleaved_zb", "zbv", "dualpipev"]
 )
+@pytest.mark.few(3)
 def test_stages_of_several_chunks_learn_what_one_process_does_and_wait_as_is_priced(schedule):
     alone = {"mode": "auto", "mesh": {"dp": 1}, "accumulate": 4}
     (want,) = run_warm(predict, 1, alone, 4)

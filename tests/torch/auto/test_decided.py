@@ -79,6 +79,7 @@ def train(name, config, *, rate=0.1):
         ),
     ],
 )
+@pytest.mark.few(3)
 def test_what_the_user_decides_is_kept_and_learns_what_one_process_does(name, config):
     ((want, whole, _, ran),) = run_warm(partial(train, name), 1, {"mesh": {"dp": 1}})
     for rank, found in enumerate(run_warm(partial(train, name), 4, {"mode": "auto", **config})):

@@ -188,6 +188,7 @@ ON_TWO_AXES = ("channels", "alike", "masked attention")
 @pytest.mark.parametrize(
     ("name", "sizes"), [*((name, (2,)) for name in ALL), *((name, (2, 2)) for name in ON_TWO_AXES)]
 )
+@pytest.mark.few(11)
 def test_numbers_do_not_depend_on_the_plan(name, sizes):
     ((want, *_),) = run_warm(under_plans, 1, name, (1,))
     assert want[0][0] != want[0][1] or name == "all dropped"
@@ -242,6 +243,7 @@ RUNS = 100
 
 
 @pytest.mark.parametrize("name", CALLS)
+@pytest.mark.few(8)
 def test_numbers_are_distributed_as_those_of_torch(name):
     ((means, deviations),) = run_warm(partial(moments, name, has_plan=True), 1)
     want, widths = moments(name, has_plan=False)

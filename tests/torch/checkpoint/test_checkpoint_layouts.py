@@ -28,6 +28,7 @@ def saved(tmp_path_factory):
 
 
 @pytest.mark.parametrize(("name", "sources"), from_few_and_from_all(LAYOUTS))
+@pytest.mark.few(4)
 def test_goes_on_from_any_layout(saved, name, sources):
     expected = expected_losses()[SAVED_AFTER:]
 

@@ -69,6 +69,7 @@ def needs_torch(kind):
 
 @pytest.mark.parametrize("config", DIVIDED)
 @pytest.mark.parametrize("kind", RIGHT)
+@pytest.mark.few(7)
 def test_it_learns_what_it_learns_in_one_process(kind, config):
     expected = run_warm(learned, 1, {}, kind, RIGHT[kind])[0]
 

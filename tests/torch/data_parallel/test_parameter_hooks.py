@@ -174,6 +174,7 @@ def in_backward(config):
 
 
 @pytest.mark.parametrize("config", rows(name for name in CONFIGS if "pp" not in name))
+@pytest.mark.few(3)
 def test_an_optimizer_in_the_backward_pass(config):
     expected = run_warm(in_backward, 1, {})[0]
 

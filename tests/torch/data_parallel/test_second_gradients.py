@@ -78,6 +78,7 @@ def penalized(config):
         {"mesh": {"tp": 2}, "plan": LAYERS, "recompute": {"modules": ["up", "norm"]}},
     ],
 )
+@pytest.mark.few(2)
 def test_they_are_those_of_one_process(config):
     alone = run_warm(penalized, 1, {})[0]
 

@@ -223,6 +223,7 @@ CASES = {
 
 
 @pytest.mark.parametrize("name", CASES)
+@pytest.mark.few(5)
 def test_training_equals_one_process(name):
     config, make, first, later = CASES[name]
     ranks = 4 if "dp" in config["mesh"] else 2

@@ -104,6 +104,7 @@ def compared(case, needs="x weight bias", dtype=torch.float64, layout=None):
 
 
 @pytest.mark.parametrize("name", CASES)
+@pytest.mark.few(6)
 def test_large_parts_equal_one_process_and_are_not_copied(name):
     mesh, *_ = CASES[name]
     ranks = torch.Size(mesh.values()).numel()

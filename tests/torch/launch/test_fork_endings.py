@@ -147,6 +147,7 @@ def how(code):
 
 
 @pytest.mark.parametrize("name", ENDINGS)
+@pytest.mark.few(7)
 def test_a_forked_script_ends_as_under_python(endings, name):
     forked, under_python = endings[name]
 

@@ -114,11 +114,13 @@ PARTS = ("main", "command", "streams", "process", "runtime", "torch")
 
 
 @pytest.mark.parametrize("part", PARTS)
+@pytest.mark.few(3)
 def test_a_forked_script_sees_what_it_sees_under_python(forked, of_python, part):
     assert forked[0]["same"][part] == of_python["same"][part]
 
 
 @pytest.mark.parametrize("part", PARTS)
+@pytest.mark.few(3)
 def test_an_executed_script_sees_what_a_forked_one_sees(forked, executed, part):
     masked = [
         json.loads(of_one_job(document["same"][part])) for document in (executed[0], forked[0])
@@ -134,6 +136,7 @@ def of_one_job(part):
 
 
 @pytest.mark.parametrize("part", PARTS)
+@pytest.mark.few(3)
 def test_a_forked_script_inherits_what_the_launcher_did(unusual, part):
     worker, plain = unusual
 

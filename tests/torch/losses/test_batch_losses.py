@@ -142,6 +142,7 @@ def contrastive_differences(config):
 
 
 @pytest.mark.parametrize("name", CONFIGS)
+@pytest.mark.few(3)
 def test_losses_over_the_batch_are_those_of_one_process(name):
     ranks, config = CONFIGS[name]
     found = run_warm(contrastive_differences, ranks, {"mesh": {"dp": -1}, **config})

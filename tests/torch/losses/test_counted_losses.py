@@ -273,6 +273,7 @@ AT_NIGHT = ("dp 4, zero 2, accumulate 2", "pp 2 x dp 2, zero 1", "zero 1", "pp 2
 @pytest.mark.parametrize(
     "name", [pytest.param(n, marks=[pytest.mark.slow] * (n in AT_NIGHT)) for n in CONFIGS]
 )
+@pytest.mark.few(4)
 def test_losses_that_count_are_those_of_one_process(name):
     assert wrong(name, EXACT) == [{}] * CONFIGS[name][0]
 
@@ -290,6 +291,7 @@ def test_linear_functions_of_means_are_exact_with_one_micro_batch(name):
 
 
 @pytest.mark.parametrize("name", sorted({*CONFIGS} - {*ONE_PART}))
+@pytest.mark.few(4)
 def test_linear_functions_of_means_need_equal_counts_with_several_micro_batches(name):
     sentence = (
         "the loss contains a mean over parts of the batch in which different numbers of targets "

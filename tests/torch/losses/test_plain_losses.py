@@ -93,6 +93,7 @@ SUMS = ["sum", "sum by a module", "sum at the end", "sum of chunks"]
 
 
 @pytest.mark.parametrize("name", CONFIGS)
+@pytest.mark.few(2)
 def test_means_over_other_counts_are_refused(name):
     found = outcomes(name, UNEVEN)
     other = 2 if "tp" in name else 1
@@ -103,6 +104,7 @@ def test_means_over_other_counts_are_refused(name):
 
 
 @pytest.mark.parametrize("name", CONFIGS)
+@pytest.mark.few(2)
 def test_means_over_equal_counts_are_those_of_one_process(name):
     found = outcomes(name, [*EVEN, *UNEVEN[:1]], ignored=False)
 

@@ -156,6 +156,7 @@ def own_losses(config):
 
 
 @pytest.mark.parametrize("name", [name for name in CONFIGS if "pp" not in name])
+@pytest.mark.few(2)
 def test_a_model_returns_its_loss(name):
     ranks, config = CONFIGS[name]
     found = run_warm(own_losses, ranks, {"mesh": {"dp": -1}, **config})
@@ -188,6 +189,7 @@ def named_inputs(config):
 
 
 @pytest.mark.parametrize("name", CONFIGS)
+@pytest.mark.few(3)
 def test_inputs_have_names(name):
     ranks, config = CONFIGS[name]
     found = run_warm(named_inputs, ranks, {"mesh": {"dp": -1}, **config})

@@ -103,6 +103,7 @@ CURVES = Curves(
 
 
 @pytest.mark.parametrize("name", CASES)
+@pytest.mark.few(4)
 def test_training_equals_one_process(name):
     assert_equal_curves(CURVES[name], oracle("mlp"))
 
@@ -241,6 +242,7 @@ def resumed(config, folder):
         ("one", "dp, zero 3"),
     ],
 )
+@pytest.mark.few(3)
 def test_checkpoints_go_to_another_layout(tmp_path, source, target):
     folder, expected = str(tmp_path / "saved"), oracle("mlp", "adamw")
     first = run_warm(saved, 1 if source == "one" else 4, LAYOUTS[source], folder)

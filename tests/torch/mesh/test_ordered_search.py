@@ -105,6 +105,7 @@ CASES = {
 
 
 @pytest.mark.parametrize("name", CASES)
+@pytest.mark.few(4)
 def test_training_equals_one_process(name):
     ranks, config = CASES[name]
     (want,) = run_warm(train, 1, ALONE)

@@ -118,6 +118,7 @@ def train(config, first=0, last=STEPS, folder=None, kind=Net):
     ],
     ids=["tp", "accumulate", "recompute", "dp x tp", "zero 1", "zero 3"],
 )
+@pytest.mark.few(3)
 def test_they_are_divided_and_train_as_in_one_process(ranks, config):
     losses, weights = oracle()
 

@@ -33,6 +33,7 @@ def test_no_cell_is_wrong():
 
 
 @pytest.mark.parametrize(("model", "column"), SAMPLE)
+@pytest.mark.few(3)
 def test_a_cell(model, column):
     assert model_table.run_cell(ZOO[model], column, model_table.LIMIT) == CELLS[model][column]
 

@@ -90,6 +90,7 @@ AUTO = {
 
 
 @pytest.mark.parametrize("kind", KINDS)
+@pytest.mark.few(2)
 def test_hooks_on_modules_that_a_searched_plan_does_not_call_are_refused(kind):
     uncalled = "parallel.mode: auto runs a plan, which does not call "
     found = run_warm(refused, 2, AUTO, kind, "body.blocks.0")

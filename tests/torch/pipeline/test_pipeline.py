@@ -81,6 +81,7 @@ ROWS = [pytest.param(schedule, 4) for schedule in SCHEDULES] + [
 
 
 @pytest.mark.parametrize(("schedule", "degree"), ROWS)
+@pytest.mark.few(4)
 def test_equals_one_process(schedule, degree, expected):
     found = run_warm(_curves, degree, schedule)
 

@@ -55,6 +55,7 @@ def apart(config):
         (4, pp(TURNS, "interleaved_zb") | PP_TP | COMM_SAVED, False),
     ],
 )
+@pytest.mark.few(3)
 def test_divided_weights(ranks, config, is_apart):
     found = run_warm(apart, ranks, config)
 

@@ -105,6 +105,7 @@ def _loads_whole(layout):
 
 
 @pytest.mark.parametrize("layout", LAYOUTS)
+@pytest.mark.few(3)
 def test_the_state_dicts_of_one_process_are_loaded(layout):
     run_warm(_loads_whole, LAYOUTS[layout][0], layout)
 
@@ -126,6 +127,7 @@ def _loads_own(layout):
 
 
 @pytest.mark.parametrize("layout", LAYOUTS)
+@pytest.mark.few(3)
 def test_a_state_dict_can_be_kept_and_loaded_again(layout):
     run_warm(_loads_own, LAYOUTS[layout][0], layout)
 
@@ -146,6 +148,7 @@ def _refuses_files(layout):
 
 
 @pytest.mark.parametrize("layout", DIVIDED)
+@pytest.mark.few(3)
 def test_no_file_of_parts_is_written_as_if_it_were_whole(layout):
     run_warm(_refuses_files, LAYOUTS[layout][0], layout)
 

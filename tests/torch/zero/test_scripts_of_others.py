@@ -90,6 +90,7 @@ def dropped_in_part(config):
 
 
 @pytest.mark.parametrize("level", LEVELS)
+@pytest.mark.few(2)
 def test_gradients_of_some_parameters_may_be_dropped(level):
     expected = run_warm(dropped_in_part, 1, {})[0]
 

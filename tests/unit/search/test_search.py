@@ -120,6 +120,7 @@ def test_a_weight_of_first_and_last_step_is_one_choice():
 
 @pytest.mark.parametrize("share", [0.1, 0.6])
 @pytest.mark.parametrize("program", [layers(3), programs.convolutions()], ids=len_of)
+@pytest.mark.few(2)
 def test_with_little_memory_plans_are_near_the_best_and_never_below_the_bound(program, share):
     how = setting(4)
     free = search(program, how)

@@ -25,6 +25,7 @@ def test_the_log_that_is_damaged_below_has_the_size_it_should():
 
 
 @pytest.mark.parametrize("bit", range(8))
+@pytest.mark.few(3)
 def test_a_log_with_a_flipped_bit_ends_before_it(bit):
     for at in range(len(LOG)):
         damaged = bytearray(LOG)
