@@ -383,10 +383,9 @@ def set_node_number(node: Any, number: int) -> None:
 
 def modes() -> tuple[list[Any], list[Any]]:
     """Return the function modes and the dispatch modes of this thread, the outermost first."""
-    from torch.overrides import _get_current_function_mode_stack
     from torch.utils._python_dispatch import _get_current_dispatch_mode_stack
 
-    return list(_get_current_function_mode_stack()), list(_get_current_dispatch_mode_stack())
+    return list(active_modes()), list(_get_current_dispatch_mode_stack())
 
 
 @contextmanager
@@ -434,13 +433,18 @@ def is_active(mode: TorchFunctionMode) -> bool:
 
     Inside a backward pass the modes around it are not active.
     """
-    return any(active is mode for active in active_modes())
-
-
-def active_modes() -> Iterator[TorchFunctionMode]:
-    """Yield the modes that functions pass through which are called now, the last one first."""
     for index in range(torch._C._len_torch_function_stack()):  # noqa: SLF001 - as `unseen_by`
-        yield torch._C._get_function_stack_at(index)  # noqa: SLF001
+        if torch._C._get_function_stack_at(index) is mode:  # noqa: SLF001
+            return True
+    return False
+
+
+def active_modes() -> list[TorchFunctionMode]:
+    """Return the modes that functions pass through which are called now."""
+    from torch import overrides
+
+    found: list[TorchFunctionMode] = overrides._get_current_function_mode_stack()  # noqa: SLF001
+    return found
 
 
 def as_plain_tensors() -> AbstractContextManager[None]:
@@ -1047,9 +1051,7 @@ def _compiling(make: Callable[[], AbstractContextManager[Any]], plain: Callable[
 @contextmanager
 def without_mode(mode: TorchFunctionMode) -> Iterator[None]:
     """Leave the function mode `mode` inside, and no other."""
-    from torch import overrides
-
-    modes = overrides._get_current_function_mode_stack()  # noqa: SLF001 - there is no public form
+    modes = active_modes()
     if not any(active is mode for active in modes):
         yield
         return
@@ -1066,18 +1068,14 @@ def add_mode_below(mode: TorchFunctionMode) -> None:
     Code around ends the modes that it began, whatever is added in between: it takes the top one.
     The mode of `torch.set_default_device` insists on being the last of all.
     """
-    from torch import overrides
-
-    modes = overrides._get_current_function_mode_stack()  # noqa: SLF001 - there is no public form
+    modes = active_modes()
     at = sum("old_device" in vars(active) for active in modes[:1])
     _replace_modes([*modes[:at], mode, *modes[at:]])
 
 
 def remove_mode(mode: TorchFunctionMode) -> None:
     """Have functions pass through `mode` no more, wherever it is among those that are on."""
-    from torch import overrides
-
-    modes = overrides._get_current_function_mode_stack()  # noqa: SLF001 - there is no public form
+    modes = active_modes()
     if any(active is mode for active in modes):
         _replace_modes([active for active in modes if active is not mode])
 
@@ -1118,9 +1116,7 @@ def _watches() -> list[Any]:
     """Return the active function modes that only watch."""
     if not torch._C._len_torch_function_stack():  # noqa: SLF001 - as `unseen_by`
         return []
-    from torch import overrides
-
-    modes = overrides._get_current_function_mode_stack()  # noqa: SLF001 - there is no public form
+    modes = active_modes()
     return [mode for mode in modes if getattr(mode, "is_watch", False)]
 
 
@@ -1132,9 +1128,7 @@ def is_watched() -> bool:
 @contextmanager
 def _unwatched() -> Iterator[None]:
     """Leave function modes that only watch."""
-    from torch import overrides
-
-    modes = overrides._get_current_function_mode_stack()  # noqa: SLF001 - there is no public form
+    modes = active_modes()
     kept = [mode for mode in modes if not getattr(mode, "is_watch", False)]
     _replace_modes(kept)
     try:

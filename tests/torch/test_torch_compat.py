@@ -35,6 +35,7 @@ from msrun.parallel.losses.watch import LossWatch
 from msrun.parallel.torch_compat import (
     GENERATED,
     ShardSpecs,
+    active_modes,
     add_mode_below,
     after_backward,
     as_plain_tensors,
@@ -242,6 +243,7 @@ def test_a_mode_is_active_inside_it_and_not_in_a_backward():
         assert (is_active(mode), is_active(other)) == (True, False)
         with other:
             assert (is_active(mode), is_active(other)) == (True, True)
+            assert active_modes()[-2:] == [mode, other]
             y = 2 * x
         threading.Thread(target=lambda: seen.append(is_active(mode))).start()
     y.backward()

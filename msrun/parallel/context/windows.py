@@ -130,11 +130,11 @@ class _MaskMaker:
 
     def __call__(self, *args: Any, **asked: Any) -> Tensor | None:
         """Return the mask."""
-        for mode in active_modes():
-            windows = getattr(mode, "windows", None)
-            if isinstance(windows, Windows) and not args:
-                return windows.mask(self._usual, asked)
-        return self._usual(*args, **asked)
+        found = [getattr(mode, "windows", None) for mode in active_modes()]
+        windows = next((x for x in reversed(found) if isinstance(x, Windows)), None)
+        if windows is None or args:
+            return self._usual(*args, **asked)
+        return windows.mask(self._usual, asked)
 
 
 def _register() -> None:
