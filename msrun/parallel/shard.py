@@ -481,9 +481,10 @@ def _copies(
     if config.copies == 1 or guard is None:
         return None
     from msrun.parallel.copies.group import Copies
+    from msrun.parallel.layers.norm_functions import all_left
 
     own = [(guard, "shared"), *torch_compat.notes_of_forward(model)]
-    return Copies(config.copies, context.device, own)
+    return Copies(config.copies, context.device, own, all_left)
 
 
 def _late_sums(

@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
+from contextlib import AbstractContextManager
+from functools import partial
 from typing import TypeVar
 
 import torch
@@ -21,20 +23,31 @@ class Copies:
         count: Slices of a micro-batch.
         device: Of this rank.
         own: Objects and names of attributes that each copy has a value of its own for.
+        around: Runs a forward, and ends what it leaves open where another copy fails.
     """
 
-    def __init__(self, count: int, device: torch.device, own: Sequence[tuple[object, str]]) -> None:
+    def __init__(
+        self,
+        count: int,
+        device: torch.device,
+        own: Sequence[tuple[object, str]],
+        around: Callable[[], AbstractContextManager[None]],
+    ) -> None:
         self.count = count
-        self._device, self._own = device, own
+        self._device, self._own, self._around = device, own, around
         self._marks: list[list[int]] = []
 
     def run(self, tasks: Sequence[Callable[[], _ResultT]]) -> list[_ResultT]:
         """Return the result of each task, all computed in turns."""
-        turns = Turns(tasks, self._device, self._own)
+        turns = Turns([partial(self._run, task) for task in tasks], self._device, self._own)
         with eagerly():  # what it replaces there is once, and not for each thread
             found = turns.run()
         self._marks = turns.marks
         return found
+
+    def _run(self, task: Callable[[], _ResultT]) -> _ResultT:
+        with self._around():
+            return task()
 
     def joined(self, objectives: Sequence[Tensor]) -> Tensor:
         """Return the sum of what each copy differentiates, whose backward passes take turns."""

@@ -40,7 +40,6 @@ from typing import Any, Generic, TypeVar
 import torch
 
 from msrun.parallel import torch_compat
-from msrun.parallel.layers.norm_functions import all_left
 
 _ResultT = TypeVar("_ResultT")
 # Nodes that one cut of one copy may have.
@@ -160,8 +159,7 @@ class Turns(Generic[_ResultT]):
     def _run_copy(self, index: int) -> None:
         _PLACE.turns, _PLACE.index = self, index
         try:
-            with all_left():
-                self._results[index] = self._tasks[index]()
+            self._results[index] = self._tasks[index]()
         except _Ended:
             raise
         except BaseException as error:
