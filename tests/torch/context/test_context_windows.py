@@ -7,6 +7,7 @@ from torch.nn import functional
 from torch.overrides import TorchFunctionMode
 
 import msrun
+from msrun.errors import ModelError
 from msrun.parallel.context.attention import Attention, by_heads
 from msrun.parallel.context.documents import by_positions
 from msrun.parallel.context.ring import around
@@ -114,3 +115,65 @@ def pairs(distance):
 def test_a_narrow_window_is_computed_of_few_pairs():
     assert run_warm(pairs, 2, None) == [TOKENS**2] * 2
     assert max(run_warm(pairs, 2, 10)) < TOKENS**2 / 2
+
+
+def texts():
+    words = torch.randint(1, 40, (4, 16), generator=torch.Generator().manual_seed(4))
+    mask = torch.ones_like(words)
+    mask[0, 9:] = mask[3, :2] = 0
+    return {
+        "input_ids": words,
+        "attention_mask": mask,
+        "labels": words.masked_fill(mask == 0, -100),
+    }
+
+
+def model(**more):
+    transformers = pytest.importorskip("transformers")
+    sizes = {
+        "vocab_size": 40,
+        "hidden_size": 16,
+        "intermediate_size": 32,
+        "num_hidden_layers": 2,
+        "num_attention_heads": 4,
+        "num_key_value_heads": 2,
+    }
+    torch.manual_seed(3)
+    return transformers.MistralForCausalLM(
+        transformers.MistralConfig(**sizes, sliding_window=6, pad_token_id=0, **more)
+    )
+
+
+RULE = {"match": "*", "style": "context"}
+
+
+def trained(config):
+    """Return the losses of two steps."""
+    with msrun.init(config) as rt:
+        network = rt.shard(model())
+        optimizer = rt.optimizer(torch.optim.SGD(network.parameters(), lr=0.1))
+        return torch.stack([rt.step(network, optimizer, texts()) for _ in range(2)])
+
+
+def of_own_mask():
+    given = texts()
+    given["attention_mask"] = torch.ones(4, 1, 16, 16, dtype=torch.bool).tril()
+    with msrun.init({"mesh": {"cp": 2}, "plan": [RULE]}) as rt:
+        network = rt.shard(model())
+        optimizer = rt.optimizer(torch.optim.SGD(network.parameters(), lr=0.1))
+        with pytest.raises(ModelError) as error:
+            rt.step(network, optimizer, given)
+        return error.value.message
+
+
+def test_a_model_of_transformers_sees_its_windows_in_whole_texts():
+    expected = run_warm(trained, 1, {})[0]
+    for kind in KINDS:
+        config = {"mesh": {"cp": 2}, "plan": [{**RULE, "kind": kind}]}
+        for found in run_warm(trained, 2, config):
+            torch.testing.assert_close(found, expected, rtol=0, atol=4e-6)
+
+
+def test_windows_of_which_nothing_is_seen_are_refused():
+    for said in run_warm(of_own_mask, 2):
+        assert "sliding_attention, and made no mask of it" in said
