@@ -95,7 +95,8 @@ class Windows:
             raise ModelError(
                 f"{self._key}.style: context: the model has sliding_attention, and made no mask of "
                 "it by transformers.masking_utils",
-                hint="use a model of transformers whose masks come from create_masks there",
+                hint="give it a mask of padding, (samples, tokens), or none; a model whose code "
+                "makes masks of windows by itself is trained without style context",
             )
 
     def mask(self, usual: Callable[..., Tensor | None], asked: dict[str, Any]) -> Tensor | None:

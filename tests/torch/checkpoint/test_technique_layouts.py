@@ -113,7 +113,6 @@ def prepared(config):
 
 
 @pytest.mark.parametrize(("source", "targets"), ROWS)
-@pytest.mark.few(3)
 def test_a_checkpoint_of_one_technique_goes_on_under_another(tmp_path, source, targets):
     folder, expected = str(tmp_path / "saved"), oracle("transformer", "adamw")
     ranks, config = LAYOUTS[source]

@@ -128,7 +128,7 @@ def texts():
     }
 
 
-def model(**more):
+def model():
     transformers = pytest.importorskip("transformers")
     sizes = {
         "vocab_size": 40,
@@ -140,7 +140,7 @@ def model(**more):
     }
     torch.manual_seed(3)
     return transformers.MistralForCausalLM(
-        transformers.MistralConfig(**sizes, sliding_window=6, pad_token_id=0, **more)
+        transformers.MistralConfig(**sizes, sliding_window=6, pad_token_id=0)
     )
 
 

@@ -88,7 +88,6 @@ def check(name, **words):
 
 @pytest.mark.filterwarnings("ignore:Sparse invariant checks:UserWarning")  # of torch's Adagrad
 @pytest.mark.parametrize("name", quick(CASES, ["adamw", "sgd sparse"]))
-@pytest.mark.few(4)
 def test_losses_and_weights_are_those_of_one_process(name):
     check(name, servers=2, workers=4)
 

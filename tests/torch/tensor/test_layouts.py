@@ -104,7 +104,6 @@ CURVES = Curves(CASES, apart=AT_NIGHT)
 @pytest.mark.parametrize(
     "name", [pytest.param(name, marks=[pytest.mark.slow] * (name in AT_NIGHT)) for name in CASES]
 )
-@pytest.mark.few(2)
 def test_training_equals_one_process(name):
     assert_equal_curves(CURVES[name], oracle("mlp"))
 

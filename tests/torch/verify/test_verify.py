@@ -84,7 +84,6 @@ AT_NIGHT = ("dp", "zero 1", "tp", "pp")
 @pytest.mark.parametrize(
     "case", [pytest.param(c, marks=[pytest.mark.slow] * (c in AT_NIGHT)) for c in CONFIGS]
 )
-@pytest.mark.few(4)
 def test_a_right_step_is_verified(case):
     ranks, config, model = CONFIGS[case]
     found = run_warm(_train, ranks, config | {"verify": 2}, model)
@@ -110,7 +109,6 @@ def test_a_model_made_on_meta_is_verified():
         (2, {"mesh": {"pp": 2}, "pipeline": PIPELINE}),
     ],
 )
-@pytest.mark.few(3)
 def test_dropout_is_verified_and_training_goes_on_as_without(ranks, config):
     train = functools.partial(_train, dropout=0.3)
     found = run_warm(train, ranks, config | {"verify": 1}, "transformer")

@@ -86,7 +86,6 @@ AT_NIGHT = ("dp", "zero 3", "tp", "pp")
 @pytest.mark.parametrize(
     "case", [pytest.param(c, marks=[pytest.mark.slow] * (c in AT_NIGHT)) for c in CONFIGS]
 )
-@pytest.mark.few(4)
 def test_right_layers_give_no_alarm(case):
     ranks, config, model = CONFIGS[case]
     found = run_warm(_train, ranks, config | {"verify": ALL}, model)
@@ -135,7 +134,6 @@ def test_a_wrong_layer_is_found(case, change):
 
 
 @pytest.mark.parametrize("case", ["dp", "zero 3", "tp", "pp"])
-@pytest.mark.few(2)
 def test_a_model_with_too_little_memory_is_compared_by_layers(case):
     ranks, config, model = CONFIGS[case]
     memory = comparison_size(build(model)) - 1
@@ -151,7 +149,6 @@ def test_a_model_with_too_little_memory_is_compared_by_layers(case):
 
 
 @pytest.mark.parametrize("case", ["dp", "zero 3", "tp", "pp"])
-@pytest.mark.few(2)
 def test_dropout_is_put_to_0_for_the_comparison(case):
     ranks, config, model = CONFIGS[case]
     found = run_warm(_train, ranks, config | {"verify": ALL}, model, None, 0.3)

@@ -65,7 +65,6 @@ AT_NIGHT = ("dp", "zero 3")
 @pytest.mark.parametrize(
     "case", [pytest.param(c, marks=[pytest.mark.slow] * (c in AT_NIGHT)) for c in CONFIGS]
 )
-@pytest.mark.few(4)
 def test_a_right_loop_is_verified_and_trains_as_without(case):
     ranks, config, model, dropout = CONFIGS[case]
     found = run_warm(_train, ranks, config | {"verify": 2}, model, dropout)
@@ -371,7 +370,6 @@ def _step_after_zeros(config):
         (LINEAR, compiled, "as in a compiled or wrapped one"),
     ],
 )
-@pytest.mark.few(2)
 def test_a_loop_that_cannot_be_verified_says_so(make, form, reason):
     found = run_warm(_step, 2, {"verify": 1}, make, form)
     assert [(message, verified) for message, _, verified in found] == [("", 0)] * 2
