@@ -2,6 +2,7 @@
 
 import pytest
 import torch
+import transformers
 from ranks import run_warm
 from torch.nn import functional
 from torch.overrides import TorchFunctionMode
@@ -129,7 +130,6 @@ def texts():
 
 
 def model():
-    transformers = pytest.importorskip("transformers")
     sizes = {
         "vocab_size": 40,
         "hidden_size": 16,
