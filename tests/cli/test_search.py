@@ -367,6 +367,7 @@ atexit.register(print, "the file's own end")
 """
 
 
+@pytest.mark.few(1)
 @pytest.mark.parametrize(
     ("name", "code", "end"), [("make", 0, "}\nthe file's own end\n"), ("broken", 2, "own end\n")]
 )
@@ -382,6 +383,7 @@ def test_a_process_ends_with_its_code_and_its_output_and_takes_nothing_apart(her
     assert "taken apart" not in done.stdout + done.stderr
 
 
+@pytest.mark.slow
 def test_a_model_that_leaves_has_the_last_word(here):
     (here / "tinynet.py").write_text(MODEL + "\n\ndef leave():\n    raise SystemExit(7)\n")
     words = ("search", "tinynet.py:leave", *CPU)

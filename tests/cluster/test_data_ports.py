@@ -227,6 +227,7 @@ def test_who_takes_a_ranks_place_ends_the_job_and_runs_nothing(attacked, hosts, 
         assert re.search(f"{NAMED}|a stranger had taken its place", verdicts[0]["root"]["error"])
 
 
+@pytest.mark.few(1)
 @pytest.mark.parametrize("start", ["fork", "exec"])
 def test_another_user_who_answers_for_rank_0_is_named_and_runs_nothing(attacked, start):
     """D-07: before the first collective, the kernel tells whose each connection is."""

@@ -219,6 +219,7 @@ def test_a_program_that_cannot_be_started_on_one_node_is_not_tried_again(pair, f
     assert nodes[0].verdict()["restarts"] == 0
 
 
+@pytest.mark.slow
 def test_nodes_with_servers_come_and_go_in_an_elastic_job(lab, form):
     (lab.folder / "servers.yaml").write_text("servers: {params: ['0.weight']}")
     sizes = (
@@ -251,6 +252,7 @@ def test_nodes_with_servers_come_and_go_in_an_elastic_job(lab, form):
     assert all(int(words[4]) > 0 for words in begins[1:])
 
 
+@pytest.mark.slow
 def test_servers_on_several_nodes_outlive_a_server_and_move_with_a_lost_node(lab, form):
     (lab.folder / "servers.yaml").write_text("servers: {params: ['0.weight']}")
     sizes = ("--nnodes", 2, "--workers-per-node", 1, "--server-num", 2, "--lease", "3s")

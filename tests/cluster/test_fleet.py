@@ -104,7 +104,7 @@ def watching(site):
 
 
 @ESSENTIAL
-@pytest.mark.few(3)
+@pytest.mark.few(1)
 def test_ranks_of_two_hosts_train_together(site):
     if site.backend != "ssh":  # one is enough of what takes a while
         job = site.start(script(site.lab.folder, REDUCE))
@@ -118,7 +118,7 @@ def test_ranks_of_two_hosts_train_together(site):
     assert float(accuracy[1]) >= 0.95
 
 
-@pytest.mark.few(3)
+@pytest.mark.few(1)
 def test_ranks_follow_the_nodes_and_the_first_is_heard(site):
     job = site.start_shell('echo "rank $RANK of $WORLD_SIZE on $(hostname)"', "--tail", "0")
 
@@ -128,6 +128,7 @@ def test_ranks_follow_the_nodes_and_the_first_is_heard(site):
     assert lines[0] in job.console
 
 
+@pytest.mark.few(1)
 @ALSO_ON_ONE_HOST
 def test_the_code_is_the_first_failing_workers(site):
     job = site.start_shell(f"[ $RANK = 3 ] && exit 3; {WAIT}")
@@ -137,6 +138,7 @@ def test_the_code_is_the_first_failing_workers(site):
     assert "rank 3 (node b, local_rank 1" in job.console
 
 
+@pytest.mark.few(1)
 @ALSO_ON_ONE_HOST
 def test_a_worker_that_is_killed(site):
     job = site.start_shell(f"[ $RANK = 2 ] && kill -9 $$; {WAIT}")
@@ -145,6 +147,7 @@ def test_a_worker_that_is_killed(site):
     assert root(job) == (2, "b", 137, 9)
 
 
+@pytest.mark.few(1)
 @ALSO_ON_ONE_HOST
 def test_a_worker_that_is_killed_is_started_again(site):
     text = "[ $RANK$TORCHELASTIC_RESTART_COUNT = 20 ] && kill -9 $$; sleep 0.1"
@@ -156,7 +159,7 @@ def test_a_worker_that_is_killed_is_started_again(site):
 
 
 @ESSENTIAL
-@pytest.mark.few(3)
+@pytest.mark.few(1)
 def test_an_agent_that_is_killed_is_a_lost_node(site):
     job = site.start_shell(WAIT)
     job.await_ready()
@@ -168,7 +171,7 @@ def test_an_agent_that_is_killed_is_a_lost_node(site):
 
 
 @ESSENTIAL
-@pytest.mark.few(3)
+@pytest.mark.few(1)
 def test_a_signal_to_the_head_ends_all(site):
     job = site.start_shell(WAIT)
     job.await_ready()
@@ -179,7 +182,7 @@ def test_a_signal_to_the_head_ends_all(site):
     site.await_nothing()
 
 
-@pytest.mark.few(3)
+@pytest.mark.few(1)
 def test_a_head_that_is_killed_takes_all_agents_with_it(site):
     job = site.start_shell(WAIT)
     job.await_ready()
@@ -213,6 +216,7 @@ def test_a_plan_names_every_command_and_starts_nothing(site):
     assert not site.leftovers()
 
 
+@pytest.mark.few(1)
 @LOST
 def test_a_host_that_loses_power_ends_the_job(backend, tmp_path):
     with open_here(backend, tmp_path) as own, watching(own) as site:
@@ -225,6 +229,7 @@ def test_a_host_that_loses_power_ends_the_job(backend, tmp_path):
         assert "node b" in job.verdict()["reason"]
 
 
+@pytest.mark.slow
 def test_slurm_waits_for_a_lost_node_and_the_job_that_goes_on_without_it_ends(tmp_path):
     with open_here("slurm", tmp_path) as own, watching(own) as site:
         words = ["--nnodes", "1:2", "--lease", "2s", "--max-restarts", "1"]
@@ -254,6 +259,7 @@ def test_srun_with_a_limit_does_not_wait_for_a_lost_node(tmp_path):
         assert "error: node b was lost" in (folder / "console").read_text()
 
 
+@pytest.mark.few(1)
 @STARTS_RANKS
 def test_ranks_that_mpirun_starts_meet_without_a_master_address(site):
     open_mpi = ["--allow-run-as-root", "--bind-to", "none", "--host"]
@@ -266,6 +272,7 @@ def test_ranks_that_mpirun_starts_meet_without_a_master_address(site):
     assert (done.returncode, done.stdout) == (0, "6\n"), done.stderr
 
 
+@pytest.mark.slow
 @BY_MPI
 def test_ranks_by_mpi_meet_on_the_first_host(site):
     done = start_ranks(site)
@@ -273,6 +280,7 @@ def test_ranks_by_mpi_meet_on_the_first_host(site):
     assert (done.returncode, done.stdout) == (0, "6\n"), done.stderr
 
 
+@pytest.mark.slow
 def test_ranks_meet_where_each_host_has_its_name_as_loopback(tmp_path):
     with open_here("mpirun.mpich", tmp_path) as site:
         for host in site.nodes:  # as Debian installs them

@@ -30,6 +30,7 @@ def test_nodes_come_in_any_order_and_ranks_follow_their_addresses(lab, form, ord
     assert identities(logs_of(nodes)) == TWO_EACH
 
 
+@pytest.mark.slow
 def test_the_node_of_the_scheduler_may_be_the_last(lab, form):
     a, b, c = lab.hosts
     first = form([b, c], "--workers-per-node", 2, *tell_who())
@@ -154,6 +155,7 @@ def test_nodes_that_do_not_come_are_counted_at_the_deadline(lab, form):
         assert "2 of 3 nodes registered: a, b" in node.block()
 
 
+@pytest.mark.slow
 def test_missing_node_ranks_are_named_at_the_deadline(lab, form):
     words = ["--join-timeout", "5s", *tell_who()]
     nodes = [
@@ -175,6 +177,7 @@ def test_a_scheduler_that_does_not_come_is_named_at_the_deadline(lab, form):
         assert "--master-addr a" in node.block()
 
 
+@pytest.mark.slow
 def test_a_host_that_is_on_and_unreachable_is_no_traceback(lab, form):
     lab.host("c").cut()
     nodes = form(lab.hosts, "--join-timeout", "5s", *tell_who())

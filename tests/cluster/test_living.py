@@ -65,6 +65,7 @@ def test_the_job_goes_on_without_a_node_that_is_killed(lab, living, audit):
     assert "node b was lost: its launcher has ended" in a.err
 
 
+@pytest.mark.slow
 def test_a_node_without_power_is_lost_with_its_lease(lab, living, audit):
     a, _, c = living(lab.hosts, "--nnodes", "1:3")
     audit.until_running(0, "a", "b", "c")
@@ -109,6 +110,7 @@ def test_a_frozen_agent_cannot_keep_its_workers_alive(lab, living, audit):
     assert "exited" not in nodes[0].err
 
 
+@pytest.mark.slow
 def test_a_frozen_agent_that_is_back_in_time_changes_nothing(lab, living, audit):
     nodes = living(lab.hosts)
     audit.until_running(0, "a", "b", "c")

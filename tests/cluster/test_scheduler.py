@@ -15,6 +15,7 @@ pytestmark = [pytest.mark.process, pytest.mark.timeout(120)]
 ATTEMPTS = [0, 1, pytest.param(2, marks=pytest.mark.slow)]
 
 
+@pytest.mark.slow
 def test_a_scheduler_may_be_killed_while_workers_stop(lab, living, audit):
     nodes = living(lab.hosts, "--nnodes", "1:3")
     audit.until_running(0, "a", "b", "c")
@@ -31,6 +32,7 @@ def test_a_scheduler_may_be_killed_while_workers_stop(lab, living, audit):
     assert codes(nodes) == [0, 143, 0]
 
 
+@pytest.mark.few(1)
 @pytest.mark.parametrize("attempt", ATTEMPTS)
 def test_a_verdict_outlives_its_scheduler(lab, living, audit, attempt):
     nodes = living(lab.hosts, "--max-restarts", 0)
@@ -46,6 +48,7 @@ def test_a_verdict_outlives_its_scheduler(lab, living, audit, attempt):
     assert codes(nodes) == [3, 3, 3]
 
 
+@pytest.mark.few(1)
 @pytest.mark.parametrize("attempt", ATTEMPTS)
 def test_a_spare_learns_a_verdict_that_outlives_its_scheduler(lab, living, audit, attempt):
     nodes = living(lab.hosts[:2], "--nnodes", 2, "--max-restarts", 0)
@@ -66,6 +69,7 @@ def test_a_spare_learns_a_verdict_that_outlives_its_scheduler(lab, living, audit
     assert codes(nodes) == [3, 3, 3]
 
 
+@pytest.mark.slow
 def test_a_spare_that_has_yet_to_find_the_next_scheduler_learns_its_verdict(lab, living, audit):
     nodes = living(lab.hosts[:2], "--nnodes", 2, "--max-restarts", 0)
     audit.until_running(0, "a", "b")
@@ -108,6 +112,7 @@ def test_workers_do_not_notice_a_scheduler_that_is_killed_every_five_seconds(lab
     assert {life.generation for life in audit.lives()} == {0}
 
 
+@pytest.mark.slow
 def test_a_log_that_is_lost_costs_one_generation(lab, living, audit):
     nodes = living(lab.hosts)
     audit.until_running(0, "a", "b", "c")
@@ -164,6 +169,7 @@ def test_all_nodes_end_when_that_of_the_scheduler_is_killed(lab, living, audit):
         )
 
 
+@pytest.mark.slow
 def test_a_scheduler_that_was_frozen_for_long_costs_one_restart_at_most(lab, living, audit):
     nodes = living(lab.hosts)
     audit.until_running(0, "a", "b", "c")
@@ -181,6 +187,7 @@ def test_a_scheduler_that_was_frozen_for_long_costs_one_restart_at_most(lab, liv
     assert "no sign of life" not in nodes[0].err
 
 
+@pytest.mark.slow
 def test_a_scheduler_that_was_frozen_for_a_moment_is_not_noticed(lab, living, audit):
     nodes = living(lab.hosts)
     audit.until_running(0, "a", "b", "c")

@@ -50,6 +50,7 @@ def expected(size, address, *, first=True):
     return [[total, large, (rank + 1) % size, first, *here] for rank in range(size)]
 
 
+@pytest.mark.few(1)
 @pytest.mark.parametrize("method", ["env://", "tcp://{}:{}"])
 def test_three_nodes_meet(lab, form, method):
     nodes = form(lab.hosts, "--workers-per-node", 2, script(lab.folder, MEET), method)

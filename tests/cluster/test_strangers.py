@@ -220,6 +220,7 @@ def test_another_users_request_that_is_sent_and_left_is_not_read(meeting):
     assert untouched(job.meet()[1])
 
 
+@pytest.mark.slow
 def test_a_crowd_of_another_user_delays_by_less_than_a_second_and_fills_no_memory(meeting):
     """S-17."""
     quiet, _ = meeting("a", again=True).meet()

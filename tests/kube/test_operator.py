@@ -46,6 +46,7 @@ def test_an_msjob_whose_processes_meet_and_leave_nothing(cluster, operator):
         cluster.await_that(lambda plural=plural: not cluster.store.list(plural))
 
 
+@pytest.mark.slow
 def test_an_msjob_in_the_shape_of_ms_operators_samples(cluster, operator):
     """As their config/samples: a script on the nodes, bash, python on PATH, a GPU a worker."""
     folder = cluster.pods.node_files / "home/someone/wide_and_deep"

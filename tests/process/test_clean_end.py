@@ -45,6 +45,7 @@ def run_without_destroy(msrun, tmp_path, times):
         assert [job.log(rank) for rank in range(4)] == ["4.0\n"] * 4
 
 
+@pytest.mark.slow
 @pytest.mark.thorough
 def test_ranks_that_forget_their_process_group_end_well(msrun, tmp_path):
     run_without_destroy(msrun, tmp_path, 5)

@@ -172,6 +172,7 @@ def said(job, line):
     return next((each for each in log.splitlines() if each.startswith(line)), None)
 
 
+@pytest.mark.slow
 def test_servers_come_and_go_while_a_job_runs(train, tmp_path):
     job = train("--insecure")
     before, (_, said_of_keys) = epoch(job, 1), key(job)
@@ -220,6 +221,7 @@ def test_a_killed_launcher_leaves_no_server(train):
     until(lambda: not job.leftovers(), "for the reaper", seconds=PATIENCE)
 
 
+@pytest.mark.slow
 def test_a_server_that_cannot_keep_snapshots_is_the_root_cause(msrun, tmp_path):
     config = "servers: {params: ['0.weight'], snapshot: {dir: /dev/null/no}}"
     (tmp_path / "servers.yaml").write_text(config)
@@ -255,6 +257,7 @@ LIMITED = """
 """
 
 
+@pytest.mark.slow
 def test_a_server_without_memory_for_a_step_is_the_root_cause(msrun, tmp_path):
     job = msrun("--worker-num", 1, "--server-num", 1, script(tmp_path, LIMITED))
 
@@ -387,6 +390,7 @@ WAIT = """
 """
 
 
+@pytest.mark.slow
 def test_a_rank_that_waits_for_a_server_uses_no_processor(msrun, tmp_path):
     job = msrun("--worker-num", 1, "--server-num", 1, script(tmp_path, WAIT))
 
@@ -395,6 +399,7 @@ def test_a_rank_that_waits_for_a_server_uses_no_processor(msrun, tmp_path):
     assert float(used) < 0.2  # of one second
 
 
+@pytest.mark.slow
 def test_servers_by_hand_are_nodes_of_their_own(cluster, tmp_path):
     """MindSpore's words: each process is started by its user, in any order."""
     (tmp_path / "servers.yaml").write_text("servers: {params: ['0.weight']}")

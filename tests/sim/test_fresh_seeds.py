@@ -10,6 +10,7 @@ pytestmark = pytest.mark.sim
 CHUNK = 250
 
 
+@pytest.mark.few(2)
 @pytest.mark.parametrize("chunk", range(4))
 def test_promises_hold_under_faults(chunk):
     base = secrets.randbelow(2**48)

@@ -17,6 +17,9 @@ from support import Job, environment
 
 # A job that imports torch in several processes, on a busy machine.
 PATIENCE = 60.0
+# Tests run beside each other on all cores, and OpenMP spins where threads wait for a core: tests
+# that compute much themselves took four times as long.
+torch.set_num_threads(1)
 
 
 def _declared():
@@ -67,7 +70,6 @@ def pytest_pyfunc_call(pyfuncitem):
 
 def _run(function, arguments, answer):
     outcome, said = None, ""
-    torch.set_num_threads(1)  # OpenMP waits for threads that a fork has left behind
     # Groups that earlier tests have left as garbage have threads that are not here.
     gc.freeze()
     try:

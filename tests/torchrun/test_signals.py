@@ -54,6 +54,7 @@ def test_a_named_signal_reaches_the_workers_and_ends_the_job(launch, tmp_path, w
     assert set(seen[0].split(",")) >= set(seen[1].split(",")) == set(expected.split(","))
 
 
+@pytest.mark.slow
 def test_a_signal_that_is_not_named_reaches_the_workers_and_ends_nothing(launch, tmp_path):
     """On purpose: torchrun dies of it at once and leaves its workers behind."""
     text = SAVES.replace("sys.exit(0)", "os.environ")

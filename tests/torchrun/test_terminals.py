@@ -23,6 +23,7 @@ def who(folder, nap=0.0):
     return script(folder, WHO.replace("NAP", str(nap)))
 
 
+@pytest.mark.few(1)
 @pytest.mark.parametrize("command", ["msrun", "torchrun"])
 def test_the_same_elastic_line_in_two_terminals_is_one_job(launch, tmp_path, command):
     words = ["--nnodes=2", "--nproc-per-node=2", "--rdzv-backend=c10d", "--rdzv-id=100"]
@@ -35,6 +36,7 @@ def test_the_same_elastic_line_in_two_terminals_is_one_job(launch, tmp_path, com
     assert sorted(sides[0].written()) == expected
 
 
+@pytest.mark.few(1)
 @pytest.mark.parametrize("command", ["msrun", "torchrun"])
 def test_two_jobs_share_the_name_and_the_log_directory(launch, tmp_path, command):
     words = ["--rdzv-backend=c10d", "--rdzv-endpoint=localhost:0", "--rdzv-id=100"]

@@ -30,6 +30,7 @@ TIMED = """
 ENABLED = {"TORCHELASTIC_ENABLE_FILE_TIMER": "1"}
 
 
+@pytest.mark.slow
 def test_timers_that_are_released_in_time_do_nothing(both, tmp_path):
     sides = both([script(tmp_path, TIMED), "0", "9", "0"], env=ENABLED)
 
@@ -38,6 +39,7 @@ def test_timers_that_are_released_in_time_do_nothing(both, tmp_path):
     assert "has expired" not in sides[0].err
 
 
+@pytest.mark.few(1)
 @pytest.mark.parametrize(
     ("signum", "ours"), [(signal.SIGKILL, 137), (signal.SIGTERM, 3)], ids=["kill", "term"]
 )
@@ -101,6 +103,7 @@ def test_what_is_no_request_is_dropped(launch, tmp_path):
     assert side.written() == ["alive"]
 
 
+@pytest.mark.slow
 def test_without_the_variable_there_is_no_file(both, tmp_path):
     shows = "import os\nopen('said-0', 'w').write(os.environ.get('TORCHELASTIC_TIMER_FILE', 'no'))"
     sides = both([script(tmp_path, shows)])

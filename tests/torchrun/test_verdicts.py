@@ -38,7 +38,7 @@ ROWS = [pytest.param(line, marks=[pytest.mark.slow] * (line in AT_NIGHT)) for li
 
 
 @pytest.mark.parametrize("line", ROWS)
-@pytest.mark.few(3)
+@pytest.mark.few(1)
 def test_a_line_means_the_same(both, tmp_path, line):
     said, ours, theirs = TABLE[line]
     program = script(tmp_path, PROGRAM.replace("SAYS", SAYS))

@@ -79,6 +79,7 @@ def test_a_name_that_still_means_an_earlier_pod_is_asked_again(lab, pods, logs):
     assert [who.host for who in identities([logs])] == ["b", "a"]
 
 
+@pytest.mark.slow
 def test_a_pod_without_the_key_is_refused(pods, tmp_path):
     other = tmp_path / "other"
     other.write_bytes(os.urandom(64))

@@ -77,6 +77,7 @@ def test_the_runtime_joins_by_itself_before_it_imports_torch(cluster, tmp_path):
         assert worker.out.splitlines()[-1] == f"[rank {rank}] {rank} 2 1.5"
 
 
+@pytest.mark.few(1)
 @pytest.mark.parametrize(
     ("ids", "ranks"),
     [
@@ -168,6 +169,7 @@ def test_a_signal_stops_a_scheduler_that_waits_for_workers(cluster):
     assert "error: stopped by SIGTERM" in scheduler.err
 
 
+@pytest.mark.slow
 def test_a_missing_worker_ends_the_others_at_the_deadline(cluster):
     for _ in range(2):
         cluster.worker(TELL, MSRUN_JOIN_TIMEOUT="40s").until_said("waiting for the scheduler")
@@ -186,6 +188,7 @@ def test_a_missing_scheduler_is_named_at_the_deadline(cluster):
     assert f"127.0.0.1:{cluster.port}" in worker.err
 
 
+@pytest.mark.slow
 def test_a_scheduler_that_dies_is_started_again_and_the_job_goes_on(cluster, tmp_path):
     code = f"{JOIN}\nprint('up', flush=True)\nwhile not os.path.exists('go'): time.sleep(0.01)"
     scheduler = cluster.scheduler(code, workers=2)

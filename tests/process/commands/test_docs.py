@@ -120,6 +120,7 @@ def test_a_job_is_planned(folder, command):
     assert done.returncode == 0, done.stderr
 
 
+@pytest.mark.few(3)
 @pytest.mark.parametrize("command", RANKS)
 def test_ranks_that_others_start(folder, command):
     program = next(word for word in shlex.split(command) if "=" not in word)

@@ -94,6 +94,7 @@ def test_a_job_that_nobody_follows(start, cluster):
     until(lambda: state(cluster, job.out.strip()) == "FAILED", "for the state")
 
 
+@pytest.mark.slow
 def test_a_job_that_slurm_starts_again_has_all_its_restarts(start, cluster, tmp_path):
     first = "[ $TORCHELASTIC_RESTART_COUNT = 0 ] && exit 3"
     words = ["--max-restarts", "1", "--requeue", "true"]

@@ -111,6 +111,7 @@ def test_one_that_is_stopped_when_the_launcher_is_killed(family, name):
     until(lambda: not job.leftovers(), "for the end of all")
 
 
+@pytest.mark.few(1)
 @pytest.mark.parametrize("name", HELPERS)
 def test_one_that_is_stopped_does_not_prevent_a_restart(msrun, name):
     program = '[ "$MSRUN_GENERATION" = 1 ] || sleep 600 & echo up $MSRUN_GENERATION $$; wait'
@@ -124,6 +125,7 @@ def test_one_that_is_stopped_does_not_prevent_a_restart(msrun, name):
     assert "up 1" in job.log()
 
 
+@pytest.mark.slow
 def test_a_forkserver_that_is_stopped_during_its_imports_is_continued(msrun, tmp_path):
     (tmp_path / "slow.py").write_text(
         "import os, time\nwhile not os.path.exists('go'): time.sleep(0.05)\n"
@@ -211,6 +213,7 @@ def test_one_that_does_not_answer_ends_the_job_by_name(family, freezer, name):
     assert gone(sleepers)
 
 
+@pytest.mark.slow
 def test_a_scheduler_that_does_not_answer_is_replaced(family, freezer):
     job, sleepers = family()
     freezer(job.find("msrun scheduler"))

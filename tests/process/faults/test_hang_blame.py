@@ -50,7 +50,7 @@ EXPECTED = {
 
 
 @pytest.mark.parametrize("where", EXPECTED)
-@pytest.mark.few(2)
+@pytest.mark.few(1)
 def test_the_rank_that_stays_away_is_blamed(msrun, tmp_path, where):
     words = ["--workers-per-node", 3, "--hang-timeout", "3s"]
     job = msrun(*words, script(tmp_path, PROGRAM), where)

@@ -136,6 +136,7 @@ def kill_agents(msrun, runtime, program, moments):
     return sorted(took)
 
 
+@pytest.mark.slow
 def test_an_agent_killed_at_any_moment_leaves_nothing(msrun, runtime):
     moments = [random.Random(seed).uniform(0, 0.7) for seed in range(20)]
     took = kill_agents(msrun, runtime, shell(FAMILY), moments)

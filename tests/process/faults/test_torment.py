@@ -20,6 +20,7 @@ SCRIPT = Path(__file__).resolve().parents[3] / "scripts" / "torment.py"
 ROUNDS, SECONDS = 16, 70
 
 
+@pytest.mark.slow
 @pytest.mark.timeout(240)
 def test_nothing_is_left_and_the_end_is_told_as_it_was(runtime):
     """By hand it runs for hours; here as many of 16 rounds as begin in 70 seconds."""

@@ -70,16 +70,12 @@ def test_a_combination_computes_and_sends_what_its_shards_do():
     assert 0.25 < share < 0.5  # parts of tokens, and of most operators
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(
     ("case", "mesh", "found"),
     [
         (BOTH, {"dp": 1, "ep": 2, "tp": 2}, ({"dp": 2, "tp": 2}, 2)),
-        pytest.param(
-            LONG,
-            {"dp": 1, "cp": 2, "tp": 2},
-            ({"dp": 1, "cp": 2, "tp": 2}, 0),
-            marks=pytest.mark.slow,
-        ),
+        (LONG, {"dp": 1, "cp": 2, "tp": 2}, ({"dp": 1, "cp": 2, "tp": 2}, 0)),
     ],
 )
 def test_combinations_learn_what_one_process_does(case, mesh, found):

@@ -28,6 +28,7 @@ def outline(samples=8):
     return outline_of(net, sample), sample
 
 
+@pytest.mark.slow
 def test_a_search_offers_ranks_for_the_experts_of_a_list(tmp_path):
     plan = searched(LISTED, tmp_path, 4)
     assert plan.config == {"mesh": {"dp": 1, "ep": 4}, "plan": [RULE]}
@@ -57,10 +58,8 @@ def test_an_outline_computes_two_experts_of_each_row():
     assert products == 3 * 2 * (8 * 16) * 2 * (64 * 256)  # layers, experts, rows, linear layers
 
 
-@pytest.mark.parametrize(
-    "config",
-    [pytest.param(AUTO, marks=pytest.mark.slow), {**AUTO, "mesh": {"dp": 1, "ep": 2}}],
-)
+@pytest.mark.slow
+@pytest.mark.parametrize("config", [AUTO, {**AUTO, "mesh": {"dp": 1, "ep": 2}}])
 def test_a_found_technique_learns_what_one_process_does(config):
     check(LISTED, config, 2, ({"dp": 2}, 2))
 
@@ -100,11 +99,12 @@ def test_ranks_take_no_more_than_predicted(one, world):
         assert 0.5 * predicted <= peak <= 1.05 * predicted, (peak, predicted)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(
     ("key", "config"),
     [
         ("plan", {"plan": [{"match": "head", "out": ["dp", None, None]}]}),
-        pytest.param("search", {"search": "propagation"}, marks=pytest.mark.slow),
+        ("search", {"search": "propagation"}),
     ],
 )
 def test_what_asks_for_a_plan_of_operators_is_refused_in_one_sentence(key, config):

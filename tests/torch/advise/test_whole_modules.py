@@ -90,6 +90,7 @@ def test_tokens_in_two_pieces_are_priced_beside_the_work_of_experts(tokens, rank
     assert estimator.beside(one, topology) == pytest.approx(hidden / (seconds + hidden))
 
 
+@pytest.mark.slow
 def test_advice_says_what_computes_beside_tokens_on_their_way():
     with torch.device("meta"):
         net = MODELS["mixture"]()

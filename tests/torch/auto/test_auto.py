@@ -154,6 +154,7 @@ def by_class(logits, target):
     return functional.cross_entropy(logits.flatten(0, 1), target.flatten())
 
 
+@pytest.mark.few(1)
 @pytest.mark.parametrize(
     ("config", "loss_inside"),
     [

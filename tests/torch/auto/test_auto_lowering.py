@@ -204,11 +204,8 @@ def test_styles_beside_state_in_parts(tmp_path):
     assert_as_one_process("wide", config, runs_on="styles")
 
 
-@pytest.mark.parametrize(
-    "mesh",
-    [pytest.param({"tp": 2}, marks=pytest.mark.slow), {"dp": 2, "tp": 2}],
-    ids=["tp", "dp-tp"],
-)
+@pytest.mark.slow
+@pytest.mark.parametrize("mesh", [{"tp": 2}, {"dp": 2, "tp": 2}], ids=["tp", "dp-tp"])
 def test_a_vocabulary_that_is_cut_for_embedding_and_head(mesh, tmp_path):
     config = auto(tmp_path / "plan.json", "tied", mesh, divides=vocabulary)
     assert_as_one_process("tied", config, runs_on="styles")
@@ -220,18 +217,21 @@ def test_what_depends_on_the_number_of_samples_is_left_to_the_executor(name, tmp
     assert_as_one_process(name, config, runs_on="executor")
 
 
+@pytest.mark.slow
 def test_other_patterns_are_left_to_the_executor(tmp_path):
     config = auto(tmp_path / "plan.json", "llama", {"tp": 2}, divides=megatron)
     assert_as_one_process("llama", config, runs_on="executor")
 
 
+@pytest.mark.slow
 def test_dropout_is_left_to_the_executor(tmp_path):
     config = auto(tmp_path / "plan.json", "dropping", {"dp": 2})
     found = run_warm(train, 2, config, "dropping")
     assert found[0][2] == "parallel.mode: auto runs on executor\n"
 
 
-@pytest.mark.parametrize("stored", [pytest.param("whole", marks=pytest.mark.slow), "state-cut"])
+@pytest.mark.slow
+@pytest.mark.parametrize("stored", ["whole", "state-cut"])
 def test_checkpoints_go_on_under_the_executor_and_back(stored, tmp_path):
     want, *_ = alone("gpt")
     one = auto(tmp_path / "one.json", "gpt", {"dp": 2}, stored=STORED[stored])

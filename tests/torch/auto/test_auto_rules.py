@@ -169,7 +169,7 @@ def on_two_ranks(packet):
 
 
 @pytest.mark.parametrize("packet", PACKETS)
-@pytest.mark.few(76)
+@pytest.mark.few(38)
 def test_choices_compute_what_one_process_does(packet):
     assert run_warm(on_two_ranks, RANKS, packet) == [[]] * RANKS
 
@@ -259,6 +259,7 @@ def placed(x, code, mesh):
     return distribute_tensor(x, mesh, [placement(code)], src_data_rank=None)
 
 
+@pytest.mark.few(1)
 @pytest.mark.parametrize("part", range(PARTS))
 def test_choices_are_dtensors_or_it_is_known_why_not(part):
     packets = [packet for packet in PACKETS if packet not in NOT_IN_DTENSOR][part::PARTS]

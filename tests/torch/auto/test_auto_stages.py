@@ -141,6 +141,7 @@ def check(found, want, rel=1e-10):
     assert seen == set(want[1])
 
 
+@pytest.mark.slow
 def test_stages_of_a_named_mesh_learn_what_one_process_does(tmp_path):
     (want,) = run_warm(train, 1, ALONE, tmp_path / "one")
     wish = [{"match": "blocks.0.up", "style": "colwise"}]

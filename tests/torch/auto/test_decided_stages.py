@@ -143,6 +143,7 @@ def test_a_reduction_in_another_type_is_kept():
     assert found[0][0] != pytest.approx(want[0], rel=1e-12)
 
 
+@pytest.mark.slow
 def test_a_checkpoint_of_such_stages_continues_in_other_layouts(tmp_path):
     (want,) = run_warm(train, 1, ALONE, tmp_path / "one")
     config = auto(optimizer={"zero": 1}, **AGAIN)

@@ -78,7 +78,7 @@ def from_each(config, folders):
 
 
 @pytest.mark.parametrize(("target", "sources"), from_few_and_from_all(LAYOUTS))
-@pytest.mark.few(3)
+@pytest.mark.few(1)
 def test_any_layout_goes_on_from_any_other(saved, target, sources):
     ranks, config = LAYOUTS[target]
     of_ranks = run_warm(from_each, ranks, config, {name: saved[name] for name in sources})

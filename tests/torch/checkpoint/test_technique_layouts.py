@@ -112,6 +112,7 @@ def prepared(config):
     return runtime, network, update, [lambda b=b: step(b) for b in batches("transformer")]
 
 
+@pytest.mark.few(1)
 @pytest.mark.parametrize(("source", "targets"), ROWS)
 def test_a_checkpoint_of_one_technique_goes_on_under_another(tmp_path, source, targets):
     folder, expected = str(tmp_path / "saved"), oracle("transformer", "adamw")

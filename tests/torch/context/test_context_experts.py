@@ -102,13 +102,8 @@ def test_tokens_of_parts_travel_to_experts_as_in_one_process(case):
         assert_equal(found, expected)
 
 
-@pytest.mark.parametrize(
-    "case",
-    [
-        "zbv, zero 1",
-        *(pytest.param(n, marks=pytest.mark.slow) for n in [*STAGED] if "zbv" not in n),
-    ],
-)
+@pytest.mark.slow
+@pytest.mark.parametrize("case", STAGED)
 def test_stages_send_tokens_of_parts_to_experts_as_in_one_process(case):
     expected = run_warm(trained, 1, {}, Mixture)[0]
     ranks = 4 * STAGED[case]["mesh"]["ep"]

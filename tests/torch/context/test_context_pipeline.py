@@ -230,6 +230,7 @@ def refusals():
     return found
 
 
+@pytest.mark.slow
 def test_what_mixes_tokens_is_refused_on_all_stages_before_a_weight_changes():
     for found in run_warm(refusals, 4):
         wrong = {name: said for name, (said, _) in found.items() if name not in said}

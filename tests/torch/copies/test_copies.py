@@ -180,6 +180,7 @@ def moved(config, copies):
     return counted.bytes, counted.calls
 
 
+@pytest.mark.few(1)
 @pytest.mark.parametrize(
     ("ranks", "config"), [(2, TP), (4, DP_TP | {"optimizer": {"zero": 1}})], ids=["tp", "zero 1"]
 )

@@ -25,6 +25,7 @@ def test_learns_the_same_at_1_2_and_4_workers_under_msrun(tmp_path):
     assert max(found.values()) - min(found.values()) <= 0.02, found
 
 
+@pytest.mark.slow
 def test_learns_under_torchrun(tmp_path):
     options = ["--standalone", "--local-addr", "127.0.0.1", "--nproc-per-node", "2"]
     output = tmp_path / "output"

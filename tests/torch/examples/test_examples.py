@@ -106,6 +106,7 @@ LM_ROWS = [
 ] + [pytest.param("lm_pp_dp_tp", 8, marks=pytest.mark.slow)]
 
 
+@pytest.mark.few(1)
 @pytest.mark.parametrize(("name", "ranks"), LM_ROWS)
 def test_text_is_learned_as_in_one_process(name, ranks, text_alone, tmp_path):
     path = tmp_path / "losses.json"

@@ -52,6 +52,7 @@ def worst_of(name, config):
     return max(worst for worst, _, _ in found)
 
 
+@pytest.mark.few(1)
 @pytest.mark.parametrize("config", QUICK)
 def test_experts_train_as_in_one_process(config):
     assert worst_of("top 2", config) < 2e-6

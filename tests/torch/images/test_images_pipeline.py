@@ -76,7 +76,7 @@ def assert_stages_equal(found, expected):
 
 @pytest.mark.parametrize("make", MODELS.values())
 @pytest.mark.parametrize("microbatches", [1, 2])
-@pytest.mark.few(2)
+@pytest.mark.few(1)
 def test_stages_with_parts_of_images_equal_one_process(make, microbatches, alone):
     schedule = "gpipe" if microbatches == 1 else "1f1b"
     config = pipeline(schedule, microbatches, STAGES[make])

@@ -5,7 +5,6 @@ import os
 from datetime import timedelta
 
 import pytest
-import torch
 import torch.distributed as dist
 from ranks import MODELS, OPTIMIZERS, batches, build
 from support import script
@@ -83,7 +82,6 @@ def test_a_mistake_in_one_stage_ends_the_others_and_is_the_cause(finished, tmp_p
 
 def without_peer(rank, folder, answers):
     """Train to where a checkpoint is due; then rank 1 is gone, as after a kill."""
-    torch.set_num_threads(1)  # the pool of a parent that has computed is not forked with it
     os.environ.update(GLOO_SOCKET_IFNAME="lo", RANK=str(rank), WORLD_SIZE="2", LOCAL_RANK=str(rank))
     store_file = dist.FileStore(f"{folder}/store", 2)
     dist.init_process_group("gloo", store=store_file, rank=rank, world_size=2)

@@ -56,7 +56,7 @@ def plain(tmp_path):
 
 
 @pytest.mark.parametrize("case", FOLLOWED)
-@pytest.mark.few(4)
+@pytest.mark.few(2)
 def test_what_can_be_told_later_takes_effect(finished, plain, tmp_path, case):
     path = program(tmp_path, *FOLLOWED[case])
 

@@ -45,6 +45,7 @@ ENDED = "rank 0 has ended after step 3; rank 1 is in step 4"
 NIGHTLY = pytest.mark.slow
 
 
+@pytest.mark.few(1)
 @pytest.mark.parametrize(
     ("config", "mistake", "told"),
     [

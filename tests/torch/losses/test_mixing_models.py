@@ -363,6 +363,7 @@ def rules(styles, **options):
     return [{"match": f"first.{name}", "style": style, **options} for name, style in styles.items()]
 
 
+@pytest.mark.few(1)
 @pytest.mark.parametrize("functions", [NOTICED, RIGHT], ids=["noticed", "right"])
 def test_layers_of_a_plan_keep_what_is_known_of_samples(functions):
     """Tensors become DTensors, others and none, and are written by layers in place."""

@@ -93,7 +93,7 @@ SUMS = ["sum", "sum by a module", "sum at the end", "sum of chunks"]
 
 
 @pytest.mark.parametrize("name", CONFIGS)
-@pytest.mark.few(2)
+@pytest.mark.few(1)
 def test_means_over_other_counts_are_refused(name):
     found = outcomes(name, UNEVEN)
     other = 2 if "tp" in name else 1

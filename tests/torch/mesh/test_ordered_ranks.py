@@ -113,6 +113,7 @@ def test_batch_norms_and_parts_of_sequences_equal_one_process():
     assert_equal_curves(CURVES["cp"], oracle("transformer"))
 
 
+@pytest.mark.slow
 def test_experts_and_parts_of_images_equal_one_process():
     config = {"mesh": {"dp": 2, "ep": 2}, "rank_list": ORDER, "plan": [RULE]}
     zero = {"optimizer": {"zero": 3}}
@@ -231,6 +232,7 @@ def resumed(config, folder):
     return [step() for step in steps[2:]], drawn
 
 
+@pytest.mark.few(1)
 @pytest.mark.parametrize(
     ("source", "target"),
     [

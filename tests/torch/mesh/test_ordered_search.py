@@ -105,7 +105,7 @@ CASES = {
 
 
 @pytest.mark.parametrize("name", CASES)
-@pytest.mark.few(4)
+@pytest.mark.few(1)
 def test_training_equals_one_process(name):
     ranks, config = CASES[name]
     (want,) = run_warm(train, 1, ALONE)
@@ -119,6 +119,7 @@ def test_training_equals_one_process(name):
         assert order == (config["rank_list"] or WISH["layout"]["rank_list"])
 
 
+@pytest.mark.few(1)
 @pytest.mark.parametrize(
     ("source", "target"),
     [("dp x tp", "stages last"), ("little memory", "one"), ("one", "dp x tp")],

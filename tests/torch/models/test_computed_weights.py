@@ -106,6 +106,7 @@ def train(config, first=0, last=STEPS, folder=None, kind=Net):
     return losses, state, shape
 
 
+@pytest.mark.few(1)
 @pytest.mark.parametrize(
     ("ranks", "config"),
     [

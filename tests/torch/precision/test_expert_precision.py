@@ -55,6 +55,7 @@ def check(precision, names, case):
             assert_as_near(found, alone(None, name), *others)
 
 
+@pytest.mark.few(1)
 @pytest.mark.parametrize("case", ["dp and ep", "zero 3"])
 def test_experts_round_as_one_process_does(case):
     check("bf16", ("top 2", "list, after", "list, lonely"), case)

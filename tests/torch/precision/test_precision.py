@@ -162,6 +162,7 @@ def test_every_layout_is_near_one_process(precision, name):
         assert of_rank[name] == pytest.approx(of_one(precision), abs=NEAR)
 
 
+@pytest.mark.few(1)
 @pytest.mark.parametrize("name", WRAPS)
 def test_training_equals_that_of_torch(name):
     config = {"precision": "bf16", "optimizer": {"zero": 3 if name == "zero 3" else 0}}

@@ -12,7 +12,6 @@ import time
 from contextlib import contextmanager
 from pathlib import Path
 
-import torch
 import torch.distributed as dist
 
 from msrun.parallel.servers import process
@@ -26,7 +25,6 @@ def _serve(parent, env):
     # Groups that earlier tests have left as garbage have threads that are not here.
     gc.freeze()
     die_with_parent(parent)
-    torch.set_num_threads(1)
     os.environ.update(env)
     os._exit(process.main())
 

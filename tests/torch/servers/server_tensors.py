@@ -263,13 +263,5 @@ class TensorChaos(server_faults.ServerChaos):
                 self.soon(2.0, "start", "server", rank)
         self.soon(0.4, "disturb")
 
-    def run(self):
-        threads = torch.get_num_threads()
-        torch.set_num_threads(1)  # tensors are small, and threads wait for each other
-        try:
-            return super().run()
-        finally:
-            torch.set_num_threads(threads)
-
     def tell(self, verb, *words):
         self.world.do(self.now, verb, *words)

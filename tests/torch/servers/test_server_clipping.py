@@ -219,6 +219,7 @@ def on_servers(loops, configs):
     return found
 
 
+@pytest.mark.slow
 def test_clipped_training_is_that_of_one_process(tmp_path, monkeypatch):
     with serving(tmp_path, monkeypatch, 2, 2):
         found = run_warm(on_servers, 2, LOOPS, STEPPED, timeout=100)

@@ -28,6 +28,7 @@ def local_shapes(config, model="mlp"):
     return {name: list(local_part(param).shape) for name, param in network.named_parameters()}
 
 
+@pytest.mark.few(1)
 @pytest.mark.parametrize(
     ("model", "plan", "mesh", "ranks"),
     [

@@ -88,6 +88,7 @@ def assert_equal(found, expected):
         assert (torch.tensor(found[0][1][name]) - torch.tensor(value)).abs().max() < 1e-6, name
 
 
+@pytest.mark.few(1)
 @pytest.mark.parametrize("pattern", ["in some steps", "in one half of the batch", "never"])
 def test_what_a_step_does_not_use_is_left_alone(pattern):
     expected = run_warm(train, 1, {}, pattern, 2)[0]
@@ -165,6 +166,7 @@ def train_in_parts(config, parts):
     return losses
 
 
+@pytest.mark.few(1)
 @pytest.mark.parametrize("level", [1, 2, 3])
 def test_a_layer_that_no_part_of_a_step_uses_is_left_alone(level):
     expected = run_warm(train_in_parts, 1, {}, 1)[0]

@@ -74,7 +74,7 @@ def written(config):
 
 
 @pytest.mark.parametrize("config", CONFIGS.values(), ids=CONFIGS)
-@pytest.mark.few(2)
+@pytest.mark.few(1)
 def test_what_is_written_to_a_view_is_that_of_one_process(config):
     expected = run_warm(written, 1, {})[0]
 

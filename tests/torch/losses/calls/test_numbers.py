@@ -252,6 +252,7 @@ CONFIGS = {
 }
 
 
+@pytest.mark.few(1)
 @pytest.mark.parametrize("config", CONFIGS.values(), ids=CONFIGS)
 def test_losses_of_products_rows_and_functions_that_no_watch_sees_are_those_of_one_process(config):
     names = [*EXACT, *UNSEEN]
