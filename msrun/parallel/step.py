@@ -423,7 +423,7 @@ def _watched(
     known_outputs = sharded.known if parts > 1 else list(map(of_all_samples, sharded.known))
 
     def run(*args: Any, **kwargs: Any) -> Any:
-        with trace.in_model():
+        with trace.in_model(), watch.numbers.in_model(is_alone=loss_fn is not None):
             output = model(*args, **kwargs)
         watch.seed(tensors_in(output), known_outputs)
         return output

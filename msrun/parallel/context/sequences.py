@@ -85,6 +85,8 @@ class Sequences(TorchFunctionMode):
     # Context of the operator plan.
     guard: Callable[[], contextlib.AbstractContextManager[Any]] = contextlib.nullcontext
 
+    divides_samples = True
+
     def __init__(
         self,
         key: str,

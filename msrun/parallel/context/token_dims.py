@@ -211,6 +211,8 @@ def _scored(call: TokenCall) -> TokenPlace | Taint:
         check_alike(call, targets, at.dim)
     elif other != at:
         raise MixedTokensError(f"a {call.name} of tokens with others")
+    if call.kwargs.get("reduction") == "batchmean" and at.dim:
+        raise MixedTokensError(f"a {call.name} that is divided by samples, and not by tokens")
     if call.result.dim() == 0:
         return Taint("a loss over tokens")
     return at

@@ -18,11 +18,20 @@ from torch.nn import Parameter
 from torch.overrides import TorchFunctionMode
 
 from msrun.errors import ModelError
-from msrun.parallel.context.token_calls import MixedTokensError, Taint, TokenCall, TokenPlace
+from msrun.parallel.context.token_calls import (
+    MixedTokensError,
+    Taint,
+    TokenCall,
+    TokenPlace,
+    shown,
+)
 from msrun.parallel.context.token_dims import PROPERTIES, place_of
 from msrun.parallel.context.token_writes import place_after, place_in
 from msrun.parallel.local import is_sharded
+from msrun.parallel.losses.calls.size_factors import FACTORS, SIZES
+from msrun.parallel.losses.calls.sources import SIZE, Sources, script
 from msrun.parallel.losses.notes import PASSING, watch_numbers
+from msrun.parallel.losses.torch_calls import DIVIDING, MULTIPLYING
 from msrun.parallel.torch_compat import reads_values, viewed, write_count
 
 _LIBRARIES = (Path(torch.__file__).parent, Path(__file__).parents[2])
@@ -64,6 +73,7 @@ class TokenWatch(TorchFunctionMode):
         self._key = key
         self._number = next(_watches)
         self._tokens = 1
+        self._sources = Sources()
 
     def begin(self, tensors: Iterable[Tensor], tokens: int) -> None:
         """Note that `tensors` of the batch have their tokens in dim 1."""
@@ -85,6 +95,9 @@ class TokenWatch(TorchFunctionMode):
         # Before the call, which may write them.
         known = {id(tensor): mark for tensor in given if (mark := self.mark(tensor))}
         if not known:
+            return func(*args, **kwargs)
+        if func in SIZES:
+            self._note_size(args, kwargs)
             return func(*args, **kwargs)
         name = _name(func)
         written = [(x, write_count(x)) for x in given if not x.is_inference()]
@@ -116,8 +129,33 @@ class TokenWatch(TorchFunctionMode):
             if self.refuses:
                 raise self.refusal(str(error)) from None
             return
+        if self.refuses and (isinstance(mark, TokenPlace) or call.name in MULTIPLYING):
+            self._check_factor(call)
         if mark:
             self.leave(call.result, mark)
+
+    def _note_size(self, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
+        """Note that the model reads how many tokens the part has."""
+        place, asked = self.mark(args[0]), next(iter((*args[1:], *kwargs.values())), None)
+        if not isinstance(place, TokenPlace) or place.before * place.after > 1:
+            return
+        count = args[0].dim()
+        if asked is None or asked % count == place.dim:
+            self._sources.note((place.dim, place.dim - count))
+
+    def _check_factor(self, call: TokenCall) -> None:
+        """Refuse what the model computes by the number of tokens of the part.
+
+        What is trained and divided by this number is so for a mean, which is right in a loss.
+        """
+        if call.name not in FACTORS or not self._sources.has_reads:
+            return
+        number = next((x for x in call.args if type(x) in (int, float)), None)
+        divides = call.name in DIVIDING and call.result.requires_grad
+        is_mean = divides and number and number % self._tokens == 0
+        found = None if number is None or is_mean else script()
+        if found and self._sources.followed(*found) is SIZE:
+            raise self.refusal(f"{shown(call)} by a number of the tokens of the part")
 
     def _leave_base(self, tensor: Tensor, mark: Known) -> None:
         """Note that a write to `tensor`, if it is a view, has brought tokens into its memory."""

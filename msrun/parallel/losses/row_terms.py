@@ -14,7 +14,7 @@ from msrun.parallel.losses.linked_terms import SOURCES, LinkedTerms
 from msrun.parallel.losses.own_gradients import HAS_ROWS, BatchRows
 from msrun.parallel.losses.rows import RowsWatch
 from msrun.parallel.losses.terms import NO_LIMIT, Term
-from msrun.parallel.torch_compat import viewed
+from msrun.parallel.torch_compat import active_modes, viewed
 
 OF_ROWS = "losses of samples"
 # Of what has means of slices: the number of the watch, and those of the means' terms.
@@ -33,10 +33,13 @@ class RowTerms(LinkedTerms):
     """
 
     _batch_rows: BatchRows
+    _samples: int
 
     def __init__(self, rows: int, *, is_cut: bool, takes_all: bool) -> None:
         super().__init__(takes_all=takes_all)
         self._rows = RowsWatch(self._number, rows, is_cut=is_cut) if rows else None
+        # Of a sample's tokens some are elsewhere: its mean here is not that of all of them.
+        self._has_parts = any(getattr(mode, "divides_samples", False) for mode in active_modes())
 
     def follow_rows(self, rows: int) -> None:
         """Look at rows of a tensor of the batch from now on, unless a watch does already."""
@@ -81,12 +84,19 @@ class RowTerms(LinkedTerms):
         """Return whether `value` is a number of one sample, or a mean of a slice of some size."""
         if term is None:
             return self._is_row(value)
-        is_mean = term.count is not None and not (term.is_scaled or term.is_opaque)
-        return is_mean and self._rows is not None and self._rows.is_slice(value)
+        if term.count is None or term.is_scaled or term.is_opaque or self._has_parts:
+            return False
+        return self._rows is not None and self._rows.is_slice(value)
+
+    def _is_count(self, number: float, elements: int) -> bool:
+        """Return whether a sum divided by `number` is a mean over samples or elements."""
+        return number == elements or (number == self._samples and not self._has_parts)
 
     def _is_row(self, value: Any) -> bool:
         """Return whether `value` is computed from one sample alone, as in a loop over samples."""
-        return self._rows is not None and isinstance(value, Tensor) and self._rows.is_one(value)
+        if self._rows is None or self._has_parts or not isinstance(value, Tensor):
+            return False
+        return self._rows.is_one(value)
 
     def _may_form(self, args: tuple[Any, ...]) -> bool:
         """Return whether a function of `FORMING` gets one plain tensor, a part of the batch.

@@ -36,7 +36,7 @@ from msrun.parallel.losses.calls.contractions import CONTRACTIONS, contraction
 from msrun.parallel.losses.calls.extremes import along, of_extremes
 from msrun.parallel.losses.calls.marks import Known, Mark, Mixture, Outcome, Rule, TorchCall
 from msrun.parallel.losses.calls.sequences import over_sequence
-from msrun.parallel.losses.calls.statistics import reduced
+from msrun.parallel.losses.calls.statistics import of_statistic, of_targets, reduced
 from msrun.parallel.losses.calls.whole_numbers import whole_numbers
 from msrun.parallel.losses.calls.writes import written_at_index
 from msrun.parallel.losses.mixing import dims_of
@@ -77,10 +77,8 @@ def _elementwise(call: TorchCall, *, is_linear: bool) -> Outcome:
     statistics = [mark.statistic for _, mark, _ in found if mark.statistic]
     if len(dims) > 1:  # pairs of samples
         return None
-    if statistics and not is_linear and call.result.dim():
-        return Mixture(statistics[0])
-    if statistics and not is_linear and call.result.requires_grad:
-        return None  # losses of one number are looked at by `watch`, which knows their counts
+    if statistics and not is_linear and (call.result.dim() or call.result.requires_grad):
+        return of_statistic(call, statistics[0])
     is_chosen = not dims and any(mark.is_chosen for _, mark, _ in found)
     return Mark(next(iter(dims), None), next(iter(statistics), ""), is_chosen=is_chosen)
 
@@ -93,9 +91,8 @@ def pairs_of_numbers(call: TorchCall) -> Mixture | None:
     return Mixture("pairs of samples" + call.line()) if len(dims) > 1 else None
 
 
-def _of_elements(call: TorchCall) -> Outcome:
-    """A function of each element that torch alone knows."""
-    return _elementwise(call, is_linear=False)
+# A function of each element that torch alone knows.
+_of_elements = partial(_elementwise, is_linear=False)
 
 
 def _product(call: TorchCall) -> Outcome:
@@ -213,11 +210,12 @@ def _contracted(call: TorchCall) -> Outcome:
 def _loss(call: TorchCall) -> Outcome:
     """No loss of values and targets is linear in them."""
     for value in call.args[:2]:
-        mark = call.mark(value)
-        if mark and mark.statistic and value.dim():
-            return Mixture(mark.statistic)
+        if (mark := call.mark(value)) and mark.statistic:
+            return Mixture(mark.statistic, of_number=not value.dim())
     mark = _own(call)
-    return mark if mark and mark.dim == 0 and call.result.shape[:1] == call.x.shape[:1] else None
+    if mark and (mark.dim is not None or mark.is_chosen) and not call.result.dim():
+        return of_targets(call, mark)
+    return mark if mark and mark.dim == 0 and len(call.result) == len(call.x) else None
 
 
 def _picked(call: TorchCall) -> Outcome:
@@ -226,6 +224,8 @@ def _picked(call: TorchCall) -> Outcome:
     if call.name not in ("topk", "kthvalue"):
         source, dim = call.value(3, "source", call.kwargs.get("src")), call.value(1, "dim")
     mark = call.mark(source)
+    if source is call.x and mark and mark.is_chosen and dim % source.dim() == 0:
+        return call.by_position()
     if mark is None or mark.dim is None or dim % source.dim() != mark.dim:
         return None
     kept, given = call.result.shape[mark.dim : mark.dim + 1], source.shape[mark.dim]
@@ -234,6 +234,14 @@ def _picked(call: TorchCall) -> Outcome:
         return call.mixture(call.name)  # by numbers that samples have, such as classes
     # All are in another order; but of one sample, others may have been left out.
     return None if kept == (given,) and given > 1 else call.mixture(call.name)
+
+
+def _of_matrices(call: TorchCall) -> Outcome:
+    """A function of matrices: each value depends on all those of two dims."""
+    mark = _own(call)
+    if mark is None or mark.statistic:
+        return mark and Mixture(mark.statistic)
+    return mark if (mark.dim or 0) < call.x.dim() - 2 else call.mixture(call.name)
 
 
 def _chosen(call: TorchCall) -> Outcome:
@@ -280,8 +288,7 @@ def _squeezed(call: TorchCall) -> Outcome:
     if at is None:
         gone = [dim for dim, length in enumerate(call.x.shape) if length == 1]
     elif isinstance(at, int):
-        at %= call.x.dim()
-        gone = [at] if call.x.shape[at] == 1 else []
+        gone = [at % call.x.dim()] if call.x.shape[at] == 1 else []
     else:
         return None
     if mark.dim in gone:
@@ -319,6 +326,8 @@ def _split(call: TorchCall) -> Outcome:
     """Parts along one dim."""
     mark = _own(call)
     at = call.value(1, "dim") if call.name == "narrow" else call.value(2, "dim", 0)
+    if mark and mark.is_chosen and at == 0:
+        return call.by_position()
     if mark is None or mark.dim is None:
         return mark
     return mark if isinstance(at, int) and at % call.x.dim() != mark.dim else None
@@ -327,6 +336,8 @@ def _split(call: TorchCall) -> Outcome:
 def _one_of_dim(call: TorchCall) -> Outcome:
     """`select` and `unbind`: the results have one dim less."""
     mark = _own(call)
+    if mark and mark.is_chosen and call.value(1, "dim", 0) == 0:
+        return call.by_position()
     if mark is None or mark.dim is None:
         return mark
     at = call.value(1, "dim", 0) % call.x.dim()
@@ -371,6 +382,8 @@ def _taken(call: TorchCall) -> Outcome:
     mark = _own(call)
     given = call.args[1] if len(call.args) > 1 else None
     items = list(given) if isinstance(given, tuple) else [given]
+    if mark and mark.is_chosen and isinstance(items[0], int | slice) and items[0] != slice(None):
+        return call.by_position()
     if mark and mark.dim is None and mark.statistic:
         return mark  # some values of a matrix of statistics, which samples may choose
     if mark is None or not all(item is None or type(item) in _PLAIN for item in items):
@@ -408,10 +421,9 @@ def _rules() -> dict[str, Rule]:
 
     linear, curved = (partial(_elementwise, is_linear=flag) for flag in (True, False))
     signed = "sub subtract __sub__ __rsub__ __isub__ rsub neg real imag lerp"
-    add(linear, f"add __add__ __radd__ __iadd__ {signed}")
     dropped = "dropout dropout1d dropout2d dropout3d where masked_fill"
     kept = "to float double half bfloat16 long int type type_as clone contiguous detach cpu cuda"
-    add(linear, f"__neg__ negative {kept} {dropped}")
+    add(linear, f"add __add__ __radd__ __iadd__ __neg__ negative {signed} {kept} {dropped}")
     add(_product, "mul multiply __mul__ __rmul__ __imul__")
     add(_quotient, "div divide true_divide __truediv__ __itruediv__")
     # Of others torch says that they are pointwise.
@@ -433,7 +445,9 @@ def _rules() -> dict[str, Rule]:
     add(_own, "embedding one_hot view_as_real view_as_complex")
     add(_contracted, " ".join(CONTRACTIONS))
     binary = "binary_cross_entropy binary_cross_entropy_with_logits gaussian_nll_loss"
-    add(_loss, f"cross_entropy mse_loss l1_loss smooth_l1_loss huber_loss kl_div {binary}")
+    add(_loss, f"cross_entropy nll_loss mse_loss l1_loss smooth_l1_loss huber_loss kl_div {binary}")
+    solved = "svd svdvals qr pinv lstsq eigh eigvalsh eig eigvals inv slogdet logdet det cholesky"
+    add(_of_matrices, f"cov corrcoef pdist {solved} matrix_exp matrix_power")
     add(_chosen, "diagonal triu tril trace diag")
     add(_viewed, "view reshape flatten unflatten view_as reshape_as")
     add(

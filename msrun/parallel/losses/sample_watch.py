@@ -22,7 +22,6 @@ compares instead.
 from __future__ import annotations
 
 import contextlib
-import itertools
 import warnings
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import replace
@@ -45,6 +44,7 @@ from msrun.parallel.losses.calls.size_factors import SIZES, SizeFactors
 from msrun.parallel.losses.calls.whole_numbers import handed_on, of_result
 from msrun.parallel.losses.decided.outside_values import OutsideValue, of_pairs
 from msrun.parallel.losses.guesses import PUTTING_BACK, guess, marks_behind, marks_of_values
+from msrun.parallel.losses.model_numbers import ModelNumbers
 from msrun.parallel.losses.notes import (
     MIXTURE,
     SAMPLES,
@@ -66,20 +66,18 @@ from msrun.parallel.losses.pairs.input_pairs import (
 )
 from msrun.parallel.losses.rows import RowsWatch, is_row_of_integers, takes_by
 from msrun.parallel.losses.sample_dims import has_rule, pairs_of_numbers, plain_name
+from msrun.parallel.losses.sample_notes import SampleNotes
 from msrun.parallel.losses.terms import is_counted
 from msrun.parallel.losses.torch_calls import KEEPING, name_of, script_line, tensors_of
 from msrun.parallel.torch_compat import local_tensor, write_count
 
-# Attributes of tensors: the number of the watch, how often it was written, and what is known; and
-# of integers that every micro-batch gets whole, or what is computed from these.
-_MARK, _MIXTURE, _WHOLE = SAMPLES, MIXTURE, "msrun_whole"
-_ORDER = "msrun_sample_order"  # of indices
-_MADE = "msrun_made"  # of nothing that the model or its loss gets
+# Attributes of tensors: the number of the watch, how often it was written, and what is known.
+_MARK, _MIXTURE = SAMPLES, MIXTURE
 # Of a node: the call was seen, and no rule said more; what is known of tensors that it comes from.
 _SEEN = "msrun_seen"
 _BEHIND = "msrun_samples_behind"
 _WRITTEN_VIEW = "CopySlices"  # the node of a tensor of which a view was written
-_watches, _orders = watch_numbers(), itertools.count(1)
+_watches = watch_numbers()
 _NONE = torch.empty(0)
 _COLLECTIVES = dist.all_reduce.__module__
 _HINT = (
@@ -104,6 +102,7 @@ class SampleWatch(TorchFunctionMode):
     Attributes:
         samples: Samples in it.
         parts: Micro-batches.
+        numbers: What the model computes of all samples.
         reads_graph: As every watch that `torch_compat.is_graph_read` tells of.
     """
 
@@ -122,8 +121,10 @@ class SampleWatch(TorchFunctionMode):
         super().__init__()
         self.samples = samples
         self.parts = parts
+        self.numbers = ModelNumbers()
         self._has_labels = has_labels and samples > 1
         self._number = next(_watches)
+        self._notes = SampleNotes(self._number)
         # Where nothing cuts rows, `read` warns of neighbours, as of all other mixtures.
         self._rows = RowsWatch(self._number, samples, of_model=True, is_cut=True)
         self._sizes, self._host = SizeFactors(samples), HostValues()
@@ -144,7 +145,7 @@ class SampleWatch(TorchFunctionMode):
                 self._leave(tensor, mark)
                 self._inputs.setdefault("".join(mark.inputs), []).append(tensor)
             elif tensor.dim():
-                self._leave_whole([tensor])
+                self._notes.leave_whole([tensor])
 
     def __torch_function__(
         self,
@@ -166,7 +167,7 @@ class SampleWatch(TorchFunctionMode):
         name, given = plain_name(func), tensors_of((*args, *kwargs.values()))
         # Before the call, which may write them.
         marks = {id(tensor): mark for tensor in given if (mark := self._mark(tensor))}
-        mixture = handed_on(name, args, kwargs, self._mixture) or self._host.mixture(name, args)
+        mixture = self._handed_on(name, args, kwargs, marks)
         try:
             result = run(*args, **kwargs)
         except (RuntimeError, IndexError, ValueError) as error:
@@ -175,20 +176,34 @@ class SampleWatch(TorchFunctionMode):
         if getattr(func, "__module__", "") == _COLLECTIVES:
             for tensor in given:
                 note_of_all_ranks(tensor)
+            for mark in marks.values():
+                self.numbers.add_up(mark.statistic)
             return result
         if given and not isinstance(result, Tensor):
             number = self._host.follow(name, marks.get(id(given[0])), mixture, result)
             if number:
                 self._sizes.note_number(number)
-        if name in ORDERING or (name in KEEPING and given and self._order(given[0])):
-            self._leave_order(result, given)
+        if name in ORDERING or (name in KEEPING and given and self._notes.order(given[0])):
+            self._notes.leave_order(result, given)
         if marks or self._rows.has_cut:
             self._follow(func, args, kwargs, result, marks)
-        orders = {id(tensor): order for tensor in given if (order := self._order(tensor))}
+        orders = {id(tensor): order for tensor in given if (order := self._notes.order(tensor))}
         cut, none = self.parts > 1, _NONE
         call = TorchCall(name, args, kwargs, none, marks, self.samples, orders=orders, is_cut=cut)
         self._note_results(call, result, mixture, given)
         return result
+
+    def _handed_on(
+        self, name: str, args: Sequence[Any], kwargs: Mapping[str, Any], marks: Mapping[int, Mark]
+    ) -> Mixture | None:
+        """Return the mixture that a function gets, with what is known of its arguments."""
+
+        def has_samples(tensor: Tensor) -> bool:
+            mark = marks.get(id(tensor))
+            return mark is not None and mark.dim is not None
+
+        found = handed_on(name, args, kwargs, self._mixture, has_samples)
+        return found or self._host.mixture(name, args)
 
     def _note_results(
         self, call: TorchCall, result: Any, mixture: Mixture | None, given: Sequence[Tensor]
@@ -202,10 +217,10 @@ class SampleWatch(TorchFunctionMode):
             given: Tensors that it got.
         """
         name, args = call.name, call.args
-        wholes = {id(tensor) for tensor in given if self._is_whole(tensor)}
+        wholes = {id(tensor) for tensor in given if self._notes.is_whole(tensor)}
         is_known = bool(call.marks or mixture or wholes)
-        if self._has_labels and not is_known and all(map(self._is_made, given)):
-            self._leave_made(result)
+        if self._has_labels and not is_known and all(map(self._notes.is_made, given)):
+            self._notes.leave_made(result)
         if not (is_known or self._sizes.may_decide(name)):
             return
         results = [args[0]] if name == "__setitem__" else tensors_of((result,))
@@ -213,14 +228,15 @@ class SampleWatch(TorchFunctionMode):
         if wholes and takes_by(name, args, call.kwargs, dims, wholes):
             mixture = mixture or Mixture(f"samples by their position{script_line()}", of_parts=True)
         elif wholes and not call.marks:
-            self._leave_whole(results)
+            self._notes.leave_whole(results)
         is_written = bool(results and args and results[0] is args[0])
         is_plain = is_written and id(args[0]) not in call.marks and grad_fn_of(args[0]) is None
         if is_plain and not mixture:
             return  # a buffer that takes statistics
         for tensor in results:
             own = replace(call, result=tensor)
-            outcome = self._sizes.outcome(own) or self._outcome(own)
+            outcome = self.numbers.looked_at(self._sizes.outcome(own) or self._outcome(own))
+            self.numbers.note(own, outcome)
             if outcome is None:
                 self._leave_unknown(tensor, is_written=is_written)
             self._note(tensor, outcome, mixture)
@@ -231,9 +247,10 @@ class SampleWatch(TorchFunctionMode):
         """Return sizes of a tensor, and note that a script reads that of samples."""
         x = args[0]
         mark = self._mark(x)
-        if mark and mark.dim is not None and not mark.is_guess and x.shape[mark.dim]:
+        dim = 0 if mark and mark.is_chosen else mark.dim if mark else None
+        if mark and dim is not None and not mark.is_guess and x.shape[dim]:
             asked = next((value for value in (*args[1:], *kwargs.values())), None)
-            self._sizes.note(plain_name(func), x, mark.dim, asked)
+            self._sizes.note(plain_name(func), x, dim, asked)
         return result
 
     def _outcome(self, call: TorchCall) -> Outcome:
@@ -341,32 +358,6 @@ class SampleWatch(TorchFunctionMode):
         if node := grad_fn_of(tensor):
             metadata_of(node)[_SEEN, tensor.output_nr] = self._number
 
-    def _leave_order(self, result: Any, given: Sequence[Tensor]) -> None:
-        """Note that indices are an order of their own, or that of the indices they are."""
-        order = next(filter(None, map(self._order, given)), 0) or next(_orders)
-        for tensor in tensors_of((result,)):
-            if not tensor.is_floating_point():
-                setattr(tensor, _ORDER, (self._number, order))
-
-    def _order(self, tensor: Tensor) -> int:
-        number, order = getattr(tensor, _ORDER, (None, 0))
-        return order if number == self._number else 0
-
-    def _leave_whole(self, tensors: Iterable[Tensor]) -> None:
-        for tensor in tensors:
-            if not (tensor.is_inference() or takes_gradients(tensor)):
-                setattr(tensor, _WHOLE, self._number)
-
-    def _leave_made(self, result: Any) -> None:
-        for tensor in tensors_of((result,)):  # no labels
-            setattr(tensor, _MADE, self._number)
-
-    def _is_made(self, tensor: Tensor) -> bool:
-        return getattr(tensor, _MADE, None) == self._number
-
-    def _is_whole(self, tensor: Tensor) -> bool:
-        return getattr(tensor, _WHOLE, None) == self._number
-
     def _mark(self, tensor: Tensor) -> Mark | None:
         if isinstance(tensor, Parameter) or tensor.is_inference():
             return None
@@ -388,8 +379,10 @@ class SampleWatch(TorchFunctionMode):
 
     def _guessed(self, tensor: Tensor) -> Mark | None:
         """Return what the graph of a tensor says that no function of torch returned, if any."""
-        is_label = self._has_labels and not (takes_gradients(tensor) or self._is_whole(tensor))
-        is_label = is_label and not self._is_made(tensor)
+        is_label = self._has_labels and not (
+            takes_gradients(tensor) or self._notes.is_whole(tensor)
+        )
+        is_label = is_label and not self._notes.is_made(tensor)
         if is_label and tensor.shape[:1] == (self.samples,) and tensor.dtype != torch.bool:
             return Mark(0, is_guess=True)
         if (node := grad_fn_of(tensor)) is None or not self._may_be_guessed(tensor):
@@ -407,9 +400,9 @@ class SampleWatch(TorchFunctionMode):
         return outcome if isinstance(outcome, Mark) else None
 
     def _may_be_guessed(self, tensor: Tensor) -> bool:
-        if tensor.is_nested or not tensor.dim() or self._rows.is_part(tensor):
+        if tensor.is_nested or self._rows.is_part(tensor):
             return False
-        return takes_gradients(tensor)
+        return takes_gradients(tensor) and bool(tensor.dim() or self.numbers.is_alone)
 
     def _of_node(self, node: Any, output: int) -> list[Mark] | None:
         """Return what is known of an output of a node; None of samples that were chosen."""
@@ -431,7 +424,9 @@ class SampleWatch(TorchFunctionMode):
         number, *noted = getattr(tensor, _MIXTURE, (None,))
         if number == self._number:
             return Mixture(*noted)
-        is_of_batch = getattr(tensor, _MARK, (None,))[0] == self._number or self._is_whole(tensor)
+        is_of_batch = getattr(tensor, _MARK, (None,))[0] == self._number or self._notes.is_whole(
+            tensor
+        )
         return None if is_of_batch else self._host.of_numpy(tensor)
 
     def _by_position(self, tensor: Tensor) -> Mixture | None:
@@ -463,9 +458,7 @@ class SampleWatch(TorchFunctionMode):
     def copy_notes(self, tensor: Tensor, copied: Tensor) -> None:
         """Note of `copied`, which has other values, what is known of `tensor`."""
         self.seed([copied], self.known([tensor]))
-        for note in (_WHOLE, _ORDER):
-            if hasattr(tensor, note) and not copied.is_inference():
-                setattr(copied, note, getattr(tensor, note))
+        self._notes.copy(tensor, copied)
 
     def read(self, loss: Tensor, *, is_cut: bool, is_known: bool = False) -> ModelError | None:
         """Return why `loss` has no counterpart in the whole batch; or warn that it may have none.
@@ -476,6 +469,8 @@ class SampleWatch(TorchFunctionMode):
             is_known: Whether it has, as a loader knows how many there are.
         """
         found, self._found = self._found, []
+        if self.samples > 1 or self.parts > 1:
+            found += self.numbers.undivided(self._sizes.divided)
         found = [(mixture, node) for mixture, node in found if is_cut or not mixture.of_parts]
         nodes = graph_of(loss) if found else set()
         by_position = self._by_position(loss)

@@ -71,6 +71,15 @@ def script_line() -> str:
     return ""
 
 
+def is_own_call() -> bool:
+    """Return whether the function of torch that runs is called by msrun, and not by a script."""
+    for frame in reversed(traceback.extract_stack()):
+        path = Path(frame.filename)
+        if Path(__file__).parent not in path.parents and _LIBRARIES[0] not in path.parents:
+            return _LIBRARIES[1] in path.parents
+    return False
+
+
 def deciding(name: str, args: tuple[Any, ...], kwargs: dict[str, Any]) -> tuple[Any, ...]:
     """Return what a function got, without numbers of elements.
 

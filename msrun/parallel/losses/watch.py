@@ -190,7 +190,7 @@ class LossWatch(RowTerms):
     def _note_divided(self, name: str, result: Tensor, args: tuple[Any, ...]) -> None:
         """Note that elements were divided by how many samples or elements there are."""
         number = args[1] if name in torch_calls.DIVIDING and len(args) > 1 else None
-        is_count = isinstance(number, int | float) and number in (self._samples, args[0].numel())
+        is_count = isinstance(number, int | float) and self._is_count(number, args[0].numel())
         given = torch_calls.tensors_of(args)
         if is_count or any(getattr(x, _DIVIDED, None) == self._number for x in given):
             setattr(result, _DIVIDED, self._number)
@@ -459,7 +459,7 @@ class LossWatch(RowTerms):
     def _scaled(self, term: Term, name: str, result: Tensor, number: float) -> Tensor:
         """Return the product of a sum and a number, or their quotient, which may be a mean."""
         divides = name in torch_calls.DIVIDING
-        is_mean = divides and number in (term.elements, self._samples)
+        is_mean = divides and self._is_count(number, term.elements)
         if (divides and number) or name in torch_calls.MULTIPLYING:
             factor = 1 / number if divides else number
             self._leave(

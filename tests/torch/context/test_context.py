@@ -1,5 +1,6 @@
 """Style `context`: ranks with parts of each sequence learn what one process learns."""
 
+import math
 from functools import partial
 
 import pytest
@@ -242,6 +243,10 @@ MIXING = {
     "mask of shape (4, 4)": masked,
     "is_causal and a mask": masked_twice,
     "function of torch.utils.checkpoint": repeated,
+    "mul by a number of the tokens of the part": lambda _, y: y * math.log(y.shape[1]),
+    "a div by a number of the tokens of the part": lambda _, y: (
+        y * (torch.arange(n := y.shape[1]) / n)[:, None]
+    ),
     "decision by an argmax over tokens": lambda _, y: y if y.argmax(1).max() > 0 else 2 * y,
     "1 heads of queries": lambda _, y: (
         functional.scaled_dot_product_attention(*[y.view(len(y), -1, 1, 16).transpose(1, 2)] * 3)
@@ -310,6 +315,49 @@ def test_what_mixes_tokens_is_refused_by_name_before_a_weight_changes():
     }
     assert wrong == {}
     assert all(is_unchanged for _, is_unchanged in found.values())
+
+
+def sample_by_sample(output, target):
+    """Return a mean of losses of samples, of which each has its own number of targets."""
+    pairs = zip(output, target, strict=True)
+    return sum(functional.cross_entropy(one, other) for one, other in pairs) / len(target)
+
+
+def divided_by_samples(output, target):
+    odds = functional.one_hot(target.clamp(min=0), output.shape[-1]).to(output) * 0.9 + 0.01
+    return functional.kl_div(output.log_softmax(-1), odds, reduction="batchmean")
+
+
+def summed_by_samples(output, target):
+    every = functional.cross_entropy(output.flatten(0, 1), target.flatten(), reduction="sum")
+    return every / len(target)
+
+
+def losses_of_samples(config):
+    """Return losses of steps with ignored targets, and what is said of other losses."""
+    with msrun.init(config) as rt:
+        model = rt.shard(build(Text))
+        optimizer = rt.optimizer(torch.optim.SGD(model.parameters(), lr=0.1))
+        x, y = batches()[0]  # of one sample, one rank has no target
+        losses = [rt.step(model, optimizer, sample_by_sample, x, y).item() for _ in range(2)]
+        model = rt.shard(build(Text))
+        optimizer = rt.optimizer(torch.optim.SGD(model.parameters(), lr=0.1))
+        if "mesh" not in config:
+            return losses, []
+        said = []
+        for loss_fn in (divided_by_samples, summed_by_samples):
+            with pytest.raises(ModelError) as error:
+                rt.step(model, optimizer, loss_fn, x, y)
+            said.append(error.value.message)
+        return losses, said
+
+
+def test_a_loss_of_each_sample_counts_its_targets_on_all_ranks():
+    ((expected, _),) = run_warm(losses_of_samples, 1, {})
+    for losses, said in run_warm(losses_of_samples, 2, TWO):
+        assert losses == pytest.approx(expected, abs=1e-10)
+        assert "a kl_div that is divided by samples, and not by tokens" in said[0]
+        assert "may mean a mean or a sum over the whole batch" in said[1]
 
 
 def evaluated():

@@ -23,7 +23,8 @@ class Mark(NamedTuple):
         is_guess: Whether `dim` may be another one.
         order: A number of the order that samples were put in; 0 for that of the batch.
         is_extreme: Whether the statistic is a maximum or a minimum.
-        is_chosen: Whether its first dim has the samples that a mask chose, and `dim` is None.
+        is_chosen: Whether its first dim has the samples that a mask chose, or their numbers, and
+            `dim` is None.
         others: Inputs whose rows are in `across`.
     """
 
@@ -52,6 +53,8 @@ class Mixture(NamedTuple):
         unless_counted: Whether it is right in a sum that a script returns with its count.
         between: Inputs of whose rows it has pairs, if it is right where ranks have one of them
             alike.
+        of_number: Whether the function returned one number, of which a `LossWatch` knows more
+            where it sees the function.
     """
 
     name: str
@@ -61,6 +64,7 @@ class Mixture(NamedTuple):
     is_sure: bool = True
     unless_counted: bool = False
     between: tuple[tuple[str, ...], tuple[str, ...]] | None = None
+    of_number: bool = False
 
 
 class Known(NamedTuple):
@@ -129,6 +133,10 @@ class TorchCall:
     def mixture(self, what: str) -> Mixture:
         """Return that this call mixed samples."""
         return Mixture(over_samples(what) + self.line())
+
+    def by_position(self) -> Mixture:
+        """Return that this call took some of the chosen samples by their position."""
+        return Mixture(f"chosen samples by their position{self.line()}")
 
 
 Outcome = Mark | Mixture | None

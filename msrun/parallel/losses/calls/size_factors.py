@@ -23,7 +23,7 @@ from msrun.parallel.losses.mixing import dims_of
 from msrun.parallel.losses.torch_calls import DIVIDING, KEEPING, MULTIPLYING
 
 _ADDING = frozenset(["add", "sub", "__add__", "__radd__", "__sub__", "__rsub__", "rsub", "pow"])
-_FACTORS = DIVIDING | MULTIPLYING | _ADDING | {"__pow__", "__rtruediv__", "div", "mul"}
+FACTORS = DIVIDING | MULTIPLYING | _ADDING | {"__pow__", "__rtruediv__", "div", "mul"}
 _SPACED = frozenset(["linspace", "logspace", "arange"])
 # They return equal rows, as many as they are told; running sums and products count these.
 _MAKING = frozenset(["ones", "full", "new_ones", "new_full"])
@@ -40,11 +40,15 @@ class SizeFactors:
 
     Args:
         samples: Of the part.
+
+    Attributes:
+        divided: Sums over samples that a script divides by their number.
     """
 
     def __init__(self, samples: int) -> None:
         self._samples = samples
         self._sources = Sources()
+        self.divided: set[str] = set()
         self._has_made = False  # a tensor of equal rows
 
     def note(self, name: str, x: Tensor, dim: int, asked: int | None) -> None:
@@ -69,7 +73,7 @@ class SizeFactors:
         """Return whether a function may compute by a number that a script read."""
         if self._has_made and (name in _COUNTING or name in KEEPING):
             return True
-        return self._sources.has_reads and (name in _DECIDED or name in _FACTORS)
+        return self._sources.has_reads and (name in _DECIDED or name in FACTORS)
 
     def outcome(self, call: TorchCall) -> Outcome:
         """Return what is known of a result that a number decides, and that is no count itself."""
@@ -102,6 +106,7 @@ class SizeFactors:
         if not is_mean or round(count) < 1 or abs(count - round(count)) > _CLOSE * count:
             return Mixture(text, unless_counted=not call.result.dim())
         mark = next((mark for x in call.args if (mark := call.mark(x))), Mark(None))
+        self.divided.add(mark.statistic)
         return Mark(mark.dim, mark.statistic or text) if call.result.dim() else None
 
     def _note_made(self, call: TorchCall) -> None:

@@ -54,6 +54,7 @@ def handed_on(
     args: Sequence[Any],
     kwargs: Mapping[str, Any],
     mixture_of: Callable[[Tensor], Mixture | None],
+    has_samples: Callable[[Tensor], bool],
 ) -> Mixture | None:
     """Return the mixture that the result of a function has from what it gets, if any.
 
@@ -62,6 +63,7 @@ def handed_on(
         args: What it gets.
         kwargs: What it gets by name.
         mixture_of: Returns that of a tensor.
+        has_samples: Returns whether a tensor has samples in some dim.
     """
     given = tensors_of(of_values(name, args, kwargs))
     found = [(x, mixture) for x in given if (mixture := mixture_of(x))]
@@ -73,7 +75,7 @@ def handed_on(
     mixture = next(left, None)
     if mixture and (mixture.place == _REAL or (mixture.place == "count" and name in _REAL_FORMS)):
         mixture = mixture._replace(place=_REAL if name in _REAL_FORMS else "")
-    if mixture and name in _FINDING and not mixture.place:
+    if mixture and name in _FINDING and not (mixture.place or any(map(has_samples, given))):
         return mixture._replace(place="count")
     return mixture
 
@@ -99,9 +101,10 @@ def _indices(name: str, args: Sequence[Any], kwargs: Mapping[str, Any]) -> list[
 
 def whole_numbers(call: TorchCall) -> Outcome:
     """Return what is known of flags, counts or other whole numbers that a function returned."""
-    rule = _RULES.get(call.name)
-    if takes_gradients(call.result) and call.name not in _OF_COUNTS:
-        return None
+    if call.name in _FINDING and len(call.args) == 1:
+        return _found(call)
+    is_real = takes_gradients(call.result) and call.name not in _OF_COUNTS
+    rule = None if is_real else _RULES.get(call.name)
     mark = call.mark(call.x) if rule and call.args else None
     if rule is None or mark is None or mark.is_extreme:
         return None
@@ -109,13 +112,19 @@ def whole_numbers(call: TorchCall) -> Outcome:
     count = call.x.dim()
     default = {count - 1} if is_last else set(range(count))
     dims = dims_of(call.name, call.args, call.kwargs, count) or default
-    if mark.dim is not None and mark.dim in dims:
+    if (0 if mark.is_chosen else mark.dim) in dims:
         return rule(call)
     if mark.statistic:
         return Mixture(mark.statistic)
     if mark.dim is None or call.result.dim() == count:
         return mark._replace(statistic="")
     return Mark(mark.dim - sum(dim < mark.dim for dim in dims), inputs=mark.inputs)
+
+
+def _found(call: TorchCall) -> Outcome:
+    """Return what is known of the numbers of samples that a mask chooses."""
+    mark = call.mark(call.x)
+    return Mark(None, is_chosen=True) if mark and mark.dim is not None else None
 
 
 def _number(call: TorchCall) -> Outcome:

@@ -104,7 +104,9 @@ def chosen_samples(call: TorchCall) -> Mark | None:
     if not isinstance(indices, Tensor | list):
         return None
     is_mask = isinstance(indices, Tensor) and indices.dtype == torch.bool
-    return Mark(None, is_chosen=is_mask and dim == 0)
+    index = call.mark(indices)
+    is_chosen = is_mask or bool(index and index.is_chosen)
+    return Mark(None, is_chosen=is_chosen and dim == 0)
 
 
 def failure_of(call: TorchCall, parts: int) -> str:
