@@ -85,7 +85,7 @@ class Sequences(TorchFunctionMode):
     # Context of the operator plan.
     guard: Callable[[], contextlib.AbstractContextManager[Any]] = contextlib.nullcontext
 
-    divides_samples = True
+    divides_samples = True  # for watches of losses
 
     def __init__(
         self,

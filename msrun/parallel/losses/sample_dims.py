@@ -239,9 +239,9 @@ def _picked(call: TorchCall) -> Outcome:
 def _of_matrices(call: TorchCall) -> Outcome:
     """A function of matrices: each value depends on all those of two dims."""
     mark = _own(call)
-    if mark is None or mark.statistic:
-        return mark and Mixture(mark.statistic)
-    return mark if (mark.dim or 0) < call.x.dim() - 2 else call.mixture(call.name)
+    if mark is None or mark.dim is None or mark.statistic:
+        return Mixture(mark.statistic) if mark and mark.statistic else mark
+    return mark if mark.dim < call.x.dim() - 2 else call.mixture(call.name)
 
 
 def _chosen(call: TorchCall) -> Outcome:
