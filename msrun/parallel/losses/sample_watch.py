@@ -39,12 +39,13 @@ from msrun.parallel.local import is_sharded, takes_gradients
 from msrun.parallel.losses.batch import tensors_in
 from msrun.parallel.losses.calls.host_values import HostValues
 from msrun.parallel.losses.calls.marks import Known, Mark, Mixture, Outcome, TorchCall
+from msrun.parallel.losses.calls.model_numbers import ModelNumbers
 from msrun.parallel.losses.calls.orders import ORDERING
+from msrun.parallel.losses.calls.sample_notes import SampleNotes
 from msrun.parallel.losses.calls.size_factors import SIZES, SizeFactors
 from msrun.parallel.losses.calls.whole_numbers import handed_on, of_result
 from msrun.parallel.losses.decided.outside_values import OutsideValue, of_pairs
 from msrun.parallel.losses.guesses import PUTTING_BACK, guess, marks_behind, marks_of_values
-from msrun.parallel.losses.model_numbers import ModelNumbers
 from msrun.parallel.losses.notes import (
     MIXTURE,
     SAMPLES,
@@ -66,7 +67,6 @@ from msrun.parallel.losses.pairs.input_pairs import (
 )
 from msrun.parallel.losses.rows import RowsWatch, is_row_of_integers, takes_by
 from msrun.parallel.losses.sample_dims import has_rule, pairs_of_numbers, plain_name
-from msrun.parallel.losses.sample_notes import SampleNotes
 from msrun.parallel.losses.terms import is_counted
 from msrun.parallel.losses.torch_calls import KEEPING, name_of, script_line, tensors_of
 from msrun.parallel.torch_compat import local_tensor, write_count
