@@ -235,7 +235,8 @@ class SampleWatch(TorchFunctionMode):
             return  # a buffer that takes statistics
         for tensor in results:
             own = replace(call, result=tensor)
-            outcome = self.numbers.looked_at(self._sizes.outcome(own) or self._outcome(own))
+            outcome = self._sizes.outcome(own) or self._outcome(own)
+            outcome = self.numbers.looked_at(own, outcome)
             self.numbers.note(own, outcome)
             if outcome is None:
                 self._leave_unknown(tensor, is_written=is_written)

@@ -15,6 +15,7 @@ from typing import Any
 from torch import Tensor
 
 from msrun.parallel.losses.calls.marks import Mark, Mixture, Outcome, TorchCall
+from msrun.parallel.losses.calls.torch_losses import LOSS_NAMES
 from msrun.parallel.losses.notes import grad_fn_of, node_of
 from msrun.parallel.losses.torch_calls import MEANS, is_own_call
 
@@ -45,11 +46,13 @@ class ModelNumbers:
         finally:
             self.is_alone = False
 
-    def looked_at(self, outcome: Outcome) -> Outcome:
-        """Return `outcome`, unless it is what a `LossWatch` knows better."""
-        if not isinstance(outcome, Mixture) or not outcome.of_number:
+    def looked_at(self, call: TorchCall, outcome: Outcome) -> Outcome:
+        """Return `outcome` of `call`, unless it is what a `LossWatch` knows better."""
+        if self.is_alone or outcome is None:
             return outcome
-        return outcome if self.is_alone or outcome.name in self._statistics else None
+        if isinstance(outcome, Mark):
+            return None if outcome.statistic and call.name in LOSS_NAMES else outcome
+        return outcome if not outcome.of_number or outcome.name in self._statistics else None
 
     def note(self, call: TorchCall, outcome: Outcome) -> None:
         """Note a mean or a sum over samples that `call` returned."""
