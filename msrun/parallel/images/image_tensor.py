@@ -44,6 +44,11 @@ from msrun.parallel.torch_compat import GENERATED, empty_wrapper
 
 _LIBRARIES = (Path(torch.__file__).parent, Path(__file__).parents[2])
 _APPLY = torch.autograd.Function.apply.__func__.__code__  # type: ignore[attr-defined]
+_WRITING_OPERATORS = frozenset(
+    f"__i{name}__" for name in ("add", "sub", "mul", "truediv", "pow", "and", "or")
+)
+# What numpy calls them, and torch takes as well -> what torch calls them.
+_NAMES_OF_NUMPY = {"axis": "dim", "keepdims": "keepdim"}
 _HINT = "compute it before the model or after it, or of samples and channels alone"
 
 
@@ -104,6 +109,8 @@ class ImageTensor(Tensor):
     places: Places
     # Name of a function -> what computes it; `rules` fills it.
     rules: ClassVar[dict[str, Callable[[ImageCall], Any]]] = {}
+    # Names of those whose rule can write in place.
+    writing: ClassVar[set[str]] = set()
 
     def __new__(cls, local: Tensor, axes: Axes, places: Places) -> Self:  # noqa: D102
         shape = list(local.shape)
@@ -131,12 +138,15 @@ class ImageTensor(Tensor):
     ) -> Any:
         """Compute `func` by its rule; see the module."""
         del types
-        call = ImageCall(func, name_of(func), args, dict(kwargs or {}))
+        named = {_NAMES_OF_NUMPY.get(key, key): value for key, value in (kwargs or {}).items()}
+        call = ImageCall(func, name_of(func), args, named)
         if not torch.is_grad_enabled():
             call.check_outside()
         rule = cls.rules.get(call.name)
         if rule is None or call.kwargs.get("out") is not None:
             raise call.refusal()
+        if call.is_in_place and call.name not in cls.writing:
+            raise call.refusal(f"{func.__name__}, which writes an image in place")
         return rule(call)
 
     @classmethod
@@ -264,6 +274,12 @@ class ImageCall:
         return self.args[at] if len(self.args) > at else self.kwargs.get(name, default)
 
     @property
+    def is_in_place(self) -> bool:
+        """Whether the function writes its first argument, as its name says."""
+        name: str = getattr(self.func, "__name__", "")
+        return name in _WRITING_OPERATORS or (name.endswith("_") and not name.endswith("__"))
+
+    @property
     def x(self) -> ImageTensor:
         """The first argument, if it is of an image."""
         found = self.value(0, "input", self.kwargs.get("self"))
@@ -345,11 +361,29 @@ def _line() -> str:
     return ""
 
 
-def rule(*names: str) -> Callable[[Callable[[ImageCall], Any]], Callable[[ImageCall], Any]]:
-    """Return a decorator that makes a function the rule of those in `names`, split at spaces."""
+def each_of(result: Any, change: Callable[[Tensor], Tensor]) -> Any:
+    """Return a result of torch, which may be several tensors, with each changed."""
+    if not isinstance(result, tuple):
+        return change(result)
+    # Those of `torch.return_types`, which have names, are made of one sequence too.
+    return type(result)([change(item) for item in result])
+
+
+def rule(
+    *names: str, writes: bool = False
+) -> Callable[[Callable[[ImageCall], Any]], Callable[[ImageCall], Any]]:
+    """Return a decorator that makes a function the rule of those in `names`, split at spaces.
+
+    Args:
+        names: Of functions of torch.
+        writes: Whether it can write in place too; otherwise that is refused.
+    """
 
     def add(compute: Callable[[ImageCall], Any]) -> Callable[[ImageCall], Any]:
-        ImageTensor.rules.update(dict.fromkeys(" ".join(names).split(), compute))
+        known = " ".join(names).split()
+        ImageTensor.rules.update(dict.fromkeys(known, compute))
+        if writes:
+            ImageTensor.writing.update(known)
         return compute
 
     return add

@@ -68,7 +68,7 @@ _ELEMENTS = (
 )
 
 
-@rule(_ELEMENTS)
+@rule(_ELEMENTS, writes=True)
 def elements(call: ImageCall) -> Any:
     """A function of elements of tensors that broadcast against each other."""
     if call.name == "where" and len(call.args) + len(call.kwargs) == 1:
@@ -81,7 +81,7 @@ def elements(call: ImageCall) -> Any:
     def part(x: Tensor) -> Tensor:
         return fit(x, axes, places, len(shape))
 
-    if not is_in_place(call):
+    if not call.is_in_place:
         return wrapped(call.changed(part), axes, places)
     x = call.args[0]
     if not isinstance(x, ImageTensor) or x.places != places:
@@ -94,14 +94,6 @@ def _alone(call: ImageCall) -> Tensor:
     """A function of a number and an image."""
     (image,) = call.images()
     return image.like(call.changed(lambda _: image.local))
-
-
-def is_in_place(call: ImageCall) -> bool:
-    """Return whether the function writes its first argument."""
-    name = getattr(call.func, "__name__", "")
-    if name.endswith("__"):
-        return name.startswith("__i") and name not in ("__index__", "__invert__", "__int__")
-    return name.endswith("_")
 
 
 def written(x: ImageTensor) -> ImageTensor:
@@ -120,24 +112,24 @@ _KEPT = (
     "cos tan asin acos atan sinh cosh reciprocal sign sgn floor ceil round trunc frac nan_to_num "
     "isnan isinf isfinite logical_not bitwise_not __invert__ zeros_like ones_like full_like "
     "empty_like real imag alias positive hardshrink softshrink zero fill "
-    "deg2rad rad2deg sinc logit special_expit special_erf requires_grad fill_diagonal "
+    "deg2rad rad2deg sinc logit special_expit special_erf requires_grad "
     "local_response_norm"
 )
 
 
-@rule(_KEPT, "__get__.data", "__get__.real", "__get__.imag")
+@rule(_KEPT, "__get__.data", "__get__.real", "__get__.imag", writes=True)
 def kept(call: ImageCall) -> Any:
     """A function of each element of one tensor, or of its channels."""
     x = call.x
     if call.name == "local_response_norm" and 1 in x.divided():
         return call.whole()
     result = call.on(x.local)
-    if is_in_place(call):
+    if call.is_in_place:
         return written(x)
     return x if result is x.local else x.like(result)
 
 
-@rule("to", "type_as", "view_as_real", "view_as_complex", "one_hot")
+@rule("to", "type_as", "view_as_real", "view_as_complex")
 def converted(call: ImageCall) -> Any:
     """Another type or device, perhaps that of another tensor; or a last dim more or less."""
 
@@ -230,42 +222,53 @@ def read(call: ImageCall) -> Any:
     return call.whole(is_expected=True)
 
 
-@rule("dropout alpha_dropout")
+@rule("dropout alpha_dropout", writes=True)
 def dropped(call: ImageCall) -> Any:
     """Dropout, whose masks differ from part to part; all ranks draw equally many numbers."""
-    x, p, training = call.x, call.value(1, "p", 0.5), call.value(2, "training", True)  # noqa: FBT003
-    if not training or p == 0:
+    x, p = call.x, _dropped_share(call)
+    if p == 0:
         return x
     if call.name != "dropout":
         raise call.refusal("alpha_dropout in training")
     keep = torch.empty_like(x.local).bernoulli_(1 - p, generator=generator(x))
-    if p < 1:
-        keep.div_(1 - p)
-    if call.value(3, "inplace", False):  # noqa: FBT003
-        x.local.mul_(keep)
+    return _times(call, keep.div_(1 - p) if p < 1 else keep)
+
+
+def _dropped_share(call: ImageCall) -> float:
+    """Return the probability of a dropout; 0 outside of training (`train` in `torch.dropout`)."""
+    training = call.value(2, "training", call.kwargs.get("train", True))
+    share: float = call.value(1, "p", 0.5)
+    return share if training else 0.0
+
+
+def _times(call: ImageCall, factor: Tensor) -> Tensor:
+    """Return the image times a factor, in place if a dropout is told so."""
+    x = call.x
+    if call.is_in_place or call.value(3, "inplace", False):  # noqa: FBT003
+        x.local.mul_(factor)
         return written(x)
-    return x.like(x.local * keep)
+    return x.like(x.local * factor)
 
 
-@rule("dropout1d dropout2d dropout3d feature_dropout")
+@rule("dropout1d dropout2d dropout3d feature_dropout", writes=True)
 def dropped_channels(call: ImageCall) -> Any:
     """Dropout of whole channels, of which all ranks draw the same."""
-    x, p, training = call.x, call.value(1, "p", 0.5), call.value(2, "training", True)  # noqa: FBT003
-    if not training or p == 0:
+    x, p = call.x, _dropped_share(call)
+    if p == 0:
         return x
     if {0, 1} & set(x.divided()):
         raise call.refusal(f"{call.name} of {tuple(x.shape)}")
     shape = (*x.shape[:2], *[1] * (x.dim() - 2))
     keep = x.local.new_empty(shape).bernoulli_(1 - p)
-    return x.like(x.local * (keep.div_(1 - p) if p < 1 else keep))
+    return _times(call, keep.div_(1 - p) if p < 1 else keep)
 
 
 @rule("rand_like randn_like bernoulli")
 def drawn(call: ImageCall) -> Any:
     """Random numbers for each element, others on each part."""
     x = call.x
-    if call.kwargs.get("generator") is not None or is_in_place(call):
-        raise call.refusal(f"{call.name} in place or with a generator")
+    if call.kwargs.get("generator") is not None:
+        raise call.refusal(f"{call.name} with a generator")
     draw = generator(x)
     if call.name == "bernoulli":
         p = call.value(1, "p")

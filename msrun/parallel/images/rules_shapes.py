@@ -18,7 +18,7 @@ from msrun.parallel.images.image_tensor import (
     rule,
     wrapped,
 )
-from msrun.parallel.images.rules_elements import common, fit, is_in_place, written
+from msrun.parallel.images.rules_elements import common, fit, written
 from msrun.parallel.notation.image_parts import Spans, one_each, scaled
 
 _HEAD_DIMS = 2
@@ -272,7 +272,7 @@ def cut(call: ImageCall) -> Any:
 @rule("narrow select index_select repeat_interleave gather take_along_dim")
 def taken_along(call: ImageCall) -> Any:
     """Some rows along a dim."""
-    if not isinstance(call.value(0, "input"), ImageTensor) or call.others():
+    if not isinstance(call.value(0, "input"), ImageTensor) or call.others() is not None:
         return call.whole()
     x = call.x
     at = 2 if call.name == "repeat_interleave" else 1
@@ -348,11 +348,13 @@ def _taken_by_tensors(call: ImageCall, items: Sequence[Any]) -> Any:
     x = call.x
     first = min((place.dim for place in x.places if place), default=0)
     (index,) = items if len(items) == 1 else (None,)
-    if type(index) is Tensor and first > 0 and (index.dtype != torch.bool or index.dim() <= first):
+    is_mask = type(index) is Tensor and index.dtype in (torch.bool, torch.uint8)
+    if type(index) is Tensor and first > 0 and (not is_mask or index.dim() <= first):
         local = x.local[index]
         more = local.dim() - x.dim()
         return x.like(local, tuple(p and ImageDim(p.dim + more, p.rows) for p in x.places))
-    if isinstance(index, list) and first > 0:
+    # Lists in a list are one index or several: that depends on the version of torch.
+    if isinstance(index, list) and first > 0 and all(isinstance(item, int) for item in index):
         return x.like(x.local[index])
     return call.whole()
 
@@ -368,7 +370,10 @@ def put(call: ImageCall) -> None:
         and given.dtype == torch.bool
         and not isinstance(value, Tensor)
     ):
-        x.masked_fill_(given, value)
+        mask: Tensor = given
+        for _ in range(x.dim() - given.dim()):  # it is of the first dims
+            mask = mask.unsqueeze(-1)
+        x.masked_fill_(mask, value)
         return
     target = x[given]
     items = given if isinstance(given, tuple) else (given,)
@@ -393,7 +398,7 @@ def put(call: ImageCall) -> None:
 def projected(call: ImageCall) -> Any:
     """A product with the last dim."""
     x = call.value(0, "input")
-    if not isinstance(x, ImageTensor) or x.dim() - 1 in x.divided() or call.others():
+    if not isinstance(x, ImageTensor) or x.dim() - 1 in x.divided() or call.others() is not None:
         return call.whole()
     return x.like(call.on(x.local), x.without([x.dim() - 1]))
 
@@ -481,6 +486,4 @@ _WHOLE = (
 @rule(_WHOLE)
 def whole(call: ImageCall) -> Any:
     """What mixes places of an image in some other way: computed of the whole on every rank."""
-    if is_in_place(call):
-        raise call.refusal()
     return call.whole()

@@ -30,6 +30,10 @@ def padded(call: ImageCall) -> Any:
     """Rows around an image, or fewer of them."""
     x, sides = call.x, list(call.value(1, "pad"))
     mode, value = call.value(2, "mode", "constant"), call.value(3, "value")
+    if mode == "circular" and min(sides) < 0 < max(sides):
+        # It goes around what is left of the image.
+        cropped = functional.pad(x, [min(side, 0) for side in sides])
+        return functional.pad(cropped, [max(side, 0) for side in sides], mode)
     local, places = x.local, list(x.places)
     for at, place in enumerate(x.places):
         behind = 2 * (x.dim() - 1 - place.dim) if place else 0
@@ -47,7 +51,12 @@ def padded(call: ImageCall) -> Any:
         local = _padded_rows(local, x.axes[at], place, (before, after), (mode, value))
     if any(sides):
         local = call.func(local, sides, mode, value)
-    return x.like(local, tuple(places))
+    return x.like(_copied(x, local), tuple(places))
+
+
+def _copied(x: ImageTensor, local: Tensor) -> Tensor:
+    """Return `local`, or a copy if it has values of `x` itself: torch makes a new tensor."""
+    return local.clone() if local.untyped_storage() is x.local.untyped_storage() else local
 
 
 def check_pad(call: ImageCall, mode: str, rows: int, before: int, after: int) -> None:
@@ -142,7 +151,7 @@ def rolled(call: ImageCall) -> Any:
         axis, rows = x.axes[divided[dim]], x.shape[dim]
         needs = tuple(_around(first - shift, end - shift, rows) for first, end in axis.spans(rows))
         local = axis.move(local, dim, axis.spans(rows), needs)
-    return x.like(local)
+    return x.like(_copied(x, local))
 
 
 def _around(first: int, end: int, rows: int) -> Spans:
@@ -199,7 +208,7 @@ def interpolated(call: ImageCall) -> Any:
         divided = at is not None and x.is_divided(at)
         axis = x.axes[at] if at is not None and divided else None
         local = _resized(local, d + 2, axis, (x.shape[d + 2], rows, scale), mode, aligned=aligned)
-    return x.like(local, tuple(places))
+    return x.like(_copied(x, local), tuple(places))
 
 
 def _resized(
@@ -328,7 +337,7 @@ def _adaptive(call: ImageCall, *, is_max: bool) -> Any:
             sizes[d] = local.shape[dim]
     if list(local.shape[2:]) != sizes:
         local = call.func(local, sizes)
-    return x.like(local, tuple(places))
+    return x.like(_copied(x, local), tuple(places))
 
 
 def _areas(x: Tensor, axis: ImageAxis, dim: int, sizes: tuple[int, int], *, is_max: bool) -> Tensor:

@@ -4,10 +4,12 @@ from __future__ import annotations
 
 import math
 from collections.abc import Iterable, Sequence
+from dataclasses import replace
 from typing import Any
 
 import torch
 from torch import Tensor
+from torch.nn import functional
 
 from msrun.parallel.autocast.casts import wide
 from msrun.parallel.collectives import all_reduce
@@ -18,6 +20,7 @@ from msrun.parallel.images.image_tensor import (
     ImageDim,
     ImageTensor,
     Places,
+    each_of,
     gathered,
     rule,
 )
@@ -64,7 +67,7 @@ _ADDED = frozenset(["sum", "nansum", "count_nonzero"])
 @rule(_REDUCING)
 def reduced(call: ImageCall) -> Any:
     """Sums, means, maxima and their like over some dims or all."""
-    if call.others():
+    if len(call.tensors()) > 1:
         return _extreme(call)
     x, name, count = call.x, call.name, call.x.dim()
     if name in ("norm", "vector_norm", "linalg_vector_norm"):
@@ -103,7 +106,7 @@ def _named(call: ImageCall) -> bool:
 
 
 def _extreme(call: ImageCall) -> Any:
-    """`max` and `min` of two tensors, element by element."""
+    """`max` and `min` of two tensors, element by element; or quantiles that a tensor names."""
     if call.name in ("max", "min"):
         return ImageTensor.rules["maximum"](call)
     return call.whole()
@@ -129,10 +132,11 @@ def _total_of(x: Tensor, axes: Iterable[ImageAxis]) -> Tensor:
 
 def _placed(x: ImageTensor, result: Any, dims: set[int]) -> Any:
     """Return what is left of an image in a result, or in several."""
-    if isinstance(result, tuple):
-        items = [_placed(x, item, dims) for item in result]
-        return type(result)(items) if hasattr(result, "_fields") else tuple(items)
-    return x.like(result, left(x, dims, keeps=result.dim() == x.dim()))
+
+    def placed(item: Tensor) -> Tensor:
+        return x.like(item, left(x, dims, keeps=item.dim() == x.dim()))
+
+    return each_of(result, placed)
 
 
 def moments(
@@ -149,23 +153,30 @@ def moments(
 
 def _spread(call: ImageCall, dims: set[int], axes: Sequence[ImageAxis]) -> Any:
     """Variances and standard deviations."""
-    x, args = call.x, call.args[1:]
-    unbiased = call.kwargs.get("unbiased", True)
-    args = tuple(arg for arg in args if not (isinstance(arg, bool) and (unbiased := arg) in (0, 1)))
-    correction = call.kwargs.get("correction")
-    correction = int(unbiased) if correction is None else correction
-    if len(args) > 1:
+    x = call.x
+    if x.is_complex():
         return call.whole()
+    if isinstance(call.value(1, ""), bool):  # `std(unbiased)`, which has no dims
+        call = replace(call, args=(call.args[0], None, call.args[1]))
+    correction = call.kwargs.get("correction")
+    if correction is None:
+        correction = int(call.value(2, "unbiased", True))  # noqa: FBT003
     rows = math.prod(x.shape[dim] for dim in dims)
     mean, squares = moments(x.local, sorted(dims), axes, rows)
     found = squares / max(rows - correction, 0)
     if call.name.startswith("std"):
-        found = found.sqrt()
+        found = _root(found)
     results = [found, mean] if call.name.endswith("_mean") else [found]
-    if not call.kwargs.get("keepdim", False):
+    if not call.value(3, "keepdim", False):  # noqa: FBT003
         results = [result.squeeze(sorted(dims)) for result in results]
     placed = [_placed(x, result.to(x.dtype), dims) for result in results]
     return tuple(placed) if len(placed) > 1 else placed[0]
+
+
+def _root(squares: Tensor) -> Tensor:
+    """Return the square root with a gradient of 0 at 0, as norms and deviations of torch have."""
+    is_zero = squares == 0
+    return squares.masked_fill(is_zero, 1).sqrt().masked_fill(is_zero, 0)
 
 
 def _norm(call: ImageCall) -> Any:
@@ -180,11 +191,11 @@ def _norm(call: ImageCall) -> Any:
     axes = crossed(x, dims)
     if not axes:
         return _placed(x, call.on(x.local), dims)
-    if p not in (None, 2, 2.0):
+    if p not in (None, 2, 2.0) or x.is_complex() or call.kwargs.get("dtype") is not None:
         return call.whole()
     keeps = bool(call.value(3, "keepdim", False))  # noqa: FBT003
     total = over(x.local.to(wide(x.local)).square().sum(sorted(dims), keepdim=keeps), axes)
-    return _placed(x, total.sqrt().to(x.dtype), dims)
+    return _placed(x, _root(total).to(x.dtype), dims)
 
 
 _ALONG = (
@@ -198,20 +209,26 @@ def along(call: ImageCall) -> Any:
     """A function along one dim."""
     x, count = call.x, call.x.dim()
     dims = dims_of(call.name, call.args, call.kwargs, count)
-    if call.others() or len(call.tensors()) > 1 or call.name == "unique":
+    if len(call.tensors()) > 1 or call.name == "unique":
         return call.whole()
     dims = dims or {-1 % count}
     if dims & set(x.divided()):
         return call.whole()
-    result = call.on(x.local)
-    places = tuple(p if p and p.dim not in dims else None for p in x.places)
-    if isinstance(result, tuple):
-        return (
-            type(result)(x.like(item, places) for item in result)
-            if not hasattr(result, "_fields")
-            else type(result)([x.like(item, places) for item in result])
-        )
-    return x.like(result, places)
+
+    def placed(item: Tensor) -> Tensor:
+        is_gone = item.dim() < count
+        return x.like(item, left(x, dims, keeps=False) if is_gone else x.without(dims))
+
+    return each_of(call.on(x.local), placed)
+
+
+@rule("one_hot")
+def told_apart(call: ImageCall) -> Any:
+    """One dim more, of classes; if their number is not given, it is that of the whole image."""
+    x, classes = call.x, call.value(1, "num_classes", -1)
+    if classes == -1:
+        classes = int(over(x.local.max(), crossed(x, x.divided()), "max")) + 1
+    return x.like(functional.one_hot(x.local, classes))
 
 
 @rule("normalize")

@@ -67,6 +67,7 @@ def _sizes():
     for mode in ("reflect", "replicate", "circular", "constant"):
         yield f"pad {mode}", lambda x, m=mode: functional.pad(x, (1, 2, 2, 1), mode=m)
     yield "crop", lambda x: functional.pad(x, (-1, -1, -2, 1))
+    yield "circular crop", lambda x: functional.pad(x, (2, -1, -1, 2), mode="circular")
     for mode in ("nearest", "nearest-exact", "bilinear", "bicubic", "area"):
         for options in (
             {"scale_factor": 2}, {"size": (13, 5)}, {"scale_factor": 0.5}, {"scale_factor": 1.7}
@@ -125,6 +126,23 @@ def _reductions():
     yield "var_mean", lambda x: torch.var_mean(x, (2, 3), correction=0, keepdim=True)[0]
     yield "softmax of channels", lambda x: x.softmax(1)
     yield "softmax of columns", lambda x: x.softmax(2)
+    yield "numpy's names", lambda x: x.mean(axis=(2, 3), keepdims=True)
+    for given in ((2, True, False), ((2, 3), False, True), (False,)):
+        yield f"std by position {given}", lambda x, g=given: x.std(*g)
+    for dim in (1, 2):
+        yield f"max.values {dim}", lambda x, d=dim: torch.max(x, dim=d).values
+        yield f"min.indices {dim}", lambda x, d=dim: x * x.min(d, keepdim=True).indices
+        yield f"aminmax {dim}", lambda x, d=dim: x.aminmax(dim=d).max
+        for name in ("median", "mode"):
+            yield f"{name} {dim}", lambda x, d=dim, n=name: getattr(x, n)(d).values
+        yield f"kthvalue {dim}", lambda x, d=dim: x.kthvalue(2, d).values
+    # Where they are 0 their gradient is 0 too.
+    for name in ("std", "norm"):
+        yield f"{name} of equal values", lambda x, n=name: getattr(x * 0, n)(dim=(2, 3))
+    yield "std_mean of equal values", lambda x: sum(torch.std_mean(x * 0, 2))
+    yield "vector norm of zeros", lambda x: torch.linalg.vector_norm(x * 0, dim=(1, 2))
+    yield "cosine similarity", lambda x: functional.cosine_similarity(x, x * x)
+    yield "distances", lambda x: functional.pairwise_distance(x, x * x)
 
 
 def _shapes():
@@ -149,6 +167,37 @@ def _shapes():
     yield "flip", lambda x: x.flip((2, 3))
     yield "squeeze", lambda x: x.unsqueeze(1).squeeze(1)
     yield "unfold", lambda x: functional.unfold(x, 2)
+    yield "numpy's dims", lambda x: x.unsqueeze(axis=2).squeeze(axis=2).flip(2)
+    yield "gather", lambda x: x.gather(1, (x[:, :1] > 0).long())
+    yield "take_along_dim", lambda x: x.take_along_dim(x.detach().argsort(1), 1)
+    yield "lists in a list", lambda x: x[[[1, 0], [0, 1]]]
+
+
+def _copies():
+    # A copy that is written leaves the image as it was.
+    for name, copy in {
+        "pad by 0": lambda x: functional.pad(x, (0, 0, 0, 0)),
+        "roll by 0": lambda x: x.roll(0, 2),
+        "interpolate to this size": lambda x: functional.interpolate(x, x.shape[2:]),
+        "bilinear to this size": lambda x: functional.interpolate(x, x.shape[2:], mode="bilinear"),
+        "adaptive avg of this size": lambda x: functional.adaptive_avg_pool2d(x, x.shape[2:]),
+    }.items():
+        yield f"copy: {name}", lambda x, c=copy: _written(x, c)
+    # And what is written in place is written.
+    yield "dropped channels", lambda x: _written(x, nn.Dropout2d(1.0, inplace=True))
+    yield "mask of pixels", _masked_pixels
+
+
+def _written(x, change):
+    y = x * 1.5
+    change(y).mul_(2)
+    return y
+
+
+def _masked_pixels(x):
+    y = x.permute(0, 2, 3, 1) * 1
+    y[x[:, 0] > 0] = 0.0
+    return y
 
 
 def _elements():
@@ -163,6 +212,10 @@ def _elements():
     yield "in place", lambda x: (x * 1).add_(x).mul_(2)
     yield "relu in place", lambda x: functional.relu(x + 0, inplace=True)
     yield "where", lambda x: torch.where(x > 0, x, x * 0.1)
+    yield "max of two", lambda x: torch.max(x, x.flip(1)) + torch.min(x, x.flip(1)) * 2
+    yield "max with plain", lambda x: torch.max(x, _draw(*x.shape))
+    yield "no dropout", lambda x: torch.dropout(x, 0.5, train=False)
+    yield "one hot", _told_apart
     yield "clamp", lambda x: x.clamp(-1, 1)
     yield "1 - x", lambda x: 1 - x
     yield "prelu", lambda x: functional.prelu(x, torch.full((CHANNELS,), 0.1).to(x))
@@ -173,6 +226,11 @@ def _elements():
     yield "product", lambda x: x.permute(0, 2, 3, 1) @ _draw(CHANNELS, 5)
     yield "einsum", lambda x: torch.einsum("nchw,cd->ndhw", x, _draw(CHANNELS, 5))
     yield "einsum of columns", lambda x: torch.einsum("nchw,nchv->nwv", x, x)
+
+
+def _told_apart(x):
+    last_first = torch.arange(x.shape[2] - 1, -1, -1)[:, None]
+    return x[..., None] * functional.one_hot((x.detach() * 0).long() + last_first)
 
 
 def _assigned(x):
@@ -206,5 +264,6 @@ def _losses():
 
 def operators():
     """Yield names and functions of an image of shape (samples, 4, height, width)."""
-    for make in (_convolutions, _pools, _sizes, _norms, _reductions, _shapes, _elements, _losses):
+    computed = (_convolutions, _pools, _norms, _reductions, _elements, _losses)
+    for make in (*computed, _sizes, _shapes, _copies):
         yield from make()
