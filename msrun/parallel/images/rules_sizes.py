@@ -12,7 +12,7 @@ from torch.nn import functional
 
 from msrun.parallel.autocast.casts import wide
 from msrun.parallel.images.image_tensor import ImageAxis, ImageCall, ImageDim, ImageTensor, rule
-from msrun.parallel.images.rules_sums import over
+from msrun.parallel.images.rules_sums import first_largest, over
 from msrun.parallel.notation.image_parts import Span, Spans, one_each, scaled
 from msrun.parallel.torch_compat import with_values
 
@@ -327,7 +327,7 @@ def _adaptive(call: ImageCall, *, is_max: bool) -> Any:
         raise call.refusal(f"a {call.name} of {tuple(x.shape)}")
     sizes = [old if new is None else new for old, new in zip(x.shape[2:], sizes, strict=True)]
     local, places, divided = x.local, list(x.places), x.divided()
-    for d, new in enumerate(sizes):
+    for d, new in reversed([*enumerate(sizes)]):  # so that the first of equal maxima is taken
         dim = d + 2
         if (at := x.placed().get(dim)) is not None:
             places[at] = ImageDim(dim, new)
@@ -335,6 +335,8 @@ def _adaptive(call: ImageCall, *, is_max: bool) -> Any:
             axis = x.axes[divided[dim]]
             local = _areas(local, axis, dim, (x.shape[dim], new), is_max=is_max)
             sizes[d] = local.shape[dim]
+        elif is_max:
+            local = call.func(local, [*local.shape[2:dim], new, *local.shape[dim + 1 :]])
     if list(local.shape[2:]) != sizes:
         local = call.func(local, sizes)
     return x.like(_copied(x, local), tuple(places))
@@ -350,7 +352,8 @@ def _areas(x: Tensor, axis: ImageAxis, dim: int, sizes: tuple[int, int], *, is_m
         first, end = axis.part(new)
         begin = needs[axis.rank][0]
         parts = [x.narrow(dim, a - begin, b - a) for a, b in areas[first:end]]
-        found = [p.amax(dim, keepdim=True) if is_max else p.mean(dim, keepdim=True) for p in parts]
+        means = [part.mean(dim, keepdim=True) for part in parts] if not is_max else []
+        found = means or [part.max(dim, keepdim=True).values for part in parts]
         return torch.cat(found, dim)
     first, end = axis.part(old)
     found = []
@@ -360,11 +363,11 @@ def _areas(x: Tensor, axis: ImageAxis, dim: int, sizes: tuple[int, int], *, is_m
         if not is_max:
             found.append(part.sum(dim, keepdim=True, dtype=wide(x)) / (b - a))
         elif high > low:
-            found.append(part.amax(dim, keepdim=True))
+            found.append(part.max(dim, keepdim=True).values)
         else:
             found.append(torch.full_like(x.narrow(dim, 0, 1), -math.inf))
     joined = found[0] if len(found) == 1 else torch.cat(found, dim)
-    return over(joined, [axis], "max" if is_max else "sum").to(x.dtype)
+    return first_largest(joined, axis) if is_max else over(joined, [axis]).to(x.dtype)
 
 
 @rule("pixel_shuffle")

@@ -9,6 +9,7 @@ from typing import Any
 
 import torch
 from torch import Tensor
+from torch.autograd import Function
 from torch.nn import functional
 
 from msrun.parallel.autocast.casts import wide
@@ -34,6 +35,50 @@ def over(x: Tensor, axes: Iterable[ImageAxis], op: Any = "sum") -> Tensor:
     for axis in axes:
         x = all_reduce(x, axis.group, op)
     return x
+
+
+class _Largest(Function):
+    """The largest of one value of each rank; `claims` divide its gradient among those that have it.
+
+    With the `op` "max" the largest claim gets it, with "sum" each gets its share of the sum.
+    """
+
+    @staticmethod
+    def forward(
+        ctx: Any,
+        own: Tensor,
+        claims: Tensor,
+        axes: Sequence[ImageAxis],
+        op: str,
+    ) -> Tensor:
+        largest = over(own, axes, "max")
+        ctx.save_for_backward(claims.where(own == largest, 0))
+        ctx.axes, ctx.op = axes, op
+        return largest
+
+    @staticmethod
+    def backward(ctx: Any, gradient: Tensor) -> tuple[Tensor | None, ...]:
+        (claims,) = ctx.saved_tensors
+        total = over(claims, ctx.axes, ctx.op)
+        # Whole numbers by themselves would divide in float32, and float16 cannot count that far.
+        claims = claims.to(wide(gradient))
+        share = claims / total if ctx.op == "sum" else claims == total
+        return over(gradient, ctx.axes) * share.to(gradient.dtype), None, None, None
+
+
+def _largest(x: Tensor, dims: list[int], axes: Sequence[ImageAxis]) -> Tensor:
+    """Return the largest value over `dims`, kept in size 1; equal ones share its gradient."""
+    own = x.amax(dims, keepdim=True)
+    counts = (x == own).sum(dims, keepdim=True)
+    found: Tensor = _Largest.apply(own, counts, axes, "sum")  # type: ignore[no-untyped-call]
+    return found
+
+
+def first_largest(own: Tensor, axis: ImageAxis) -> Tensor:
+    """Return the largest of one value of each rank; the first that has it gets its gradient."""
+    claims = torch.full_like(own, axis.size - axis.rank, dtype=torch.int64)
+    found: Tensor = _Largest.apply(own, claims, [axis], "max")  # type: ignore[no-untyped-call]
+    return found
 
 
 def crossed(x: ImageTensor, dims: Iterable[int]) -> list[ImageAxis]:
@@ -93,7 +138,10 @@ def _added(call: ImageCall, dims: set[int], axes: Sequence[ImageAxis]) -> Tensor
     is_alone = len(dims) == x.dim() and not _named(call)
     if name in ("amax", "amin") or (name in ("max", "min") and is_alone):
         sign = 1 if name in ("amax", "max") else -1
-        return sign * over(sign * call.on(x.local), axes, "max")
+        values = x.local if x.is_floating_point() else x.local.long()  # bytes have no sign
+        found = (sign * _largest(sign * values, sorted(dims), axes)).to(x.dtype)
+        keeps = name in ("amax", "amin") and call.value(2, "keepdim", False)  # noqa: FBT003
+        return found if keeps else found.squeeze(sorted(dims))
     if name in ("any", "all"):
         sign = 1 if name == "any" else -1
         return (sign * over(sign * call.on(x.local).int(), axes, "max")).bool()

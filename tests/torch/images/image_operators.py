@@ -60,7 +60,15 @@ def _pools():
     yield "avg pool by 5", lambda x: functional.avg_pool2d(x, 3, 2, 1, divisor_override=5)
     for size in (1, 2, 3, 5, (1, None), (7, 7)):
         yield f"adaptive avg {size}", lambda x, s=size: functional.adaptive_avg_pool2d(x, s)
-        yield f"adaptive max {size}", lambda x, s=size: functional.adaptive_max_pool2d(x, s)
+        yield (
+            f"adaptive max {size}",
+            lambda x, s=size: functional.adaptive_max_pool2d(_rounded(x), s),
+        )
+
+
+def _rounded(x):
+    """Return whole numbers, of which many are equal, with the gradient of `x`."""
+    return x - x.detach() + x.detach().round()
 
 
 def _sizes():
@@ -141,6 +149,11 @@ def _reductions():
         yield f"{name} of equal values", lambda x, n=name: getattr(x * 0, n)(dim=(2, 3))
     yield "std_mean of equal values", lambda x: sum(torch.std_mean(x * 0, 2))
     yield "vector norm of zeros", lambda x: torch.linalg.vector_norm(x * 0, dim=(1, 2))
+    # Of equal values some functions take the first, and some share the gradient among them.
+    for name in ("amax", "amin"):
+        yield f"{name} of equal values", lambda x, n=name: getattr(_rounded(x), n)((1, 2))
+    yield "amin of bytes", lambda x: x * (x > 0).byte().amin((2, 3), keepdim=True)
+    yield "max of equal values", lambda x: _rounded(x).max() - _rounded(x).min()
     yield "cosine similarity", lambda x: functional.cosine_similarity(x, x * x)
     yield "distances", lambda x: functional.pairwise_distance(x, x * x)
 
