@@ -146,7 +146,7 @@ class ImageTensor(Tensor):
         if rule is None or call.kwargs.get("out") is not None:
             raise call.refusal()
         if call.is_in_place and call.name not in cls.writing:
-            raise call.refusal(f"{func.__name__}, which writes an image in place")
+            raise call.refusal(f"{func.__name__}, which writes in place")
         return rule(call)
 
     @classmethod

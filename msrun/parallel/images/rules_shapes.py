@@ -201,7 +201,7 @@ def joined(call: ImageCall) -> Any:
     parts = [part for part in call.value(0, "tensors") if part.dim() > 1 or part.numel()]
     image = next(part for part in parts if isinstance(part, ImageTensor))
     count = image.dim()
-    at = call.value(1, "dim", call.kwargs.get("axis", 0))
+    at = call.value(1, "dim", 0)
     if call.name == "stack":
         at %= count + 1
         parts = [part.unsqueeze(at) for part in parts]
@@ -276,7 +276,7 @@ def taken_along(call: ImageCall) -> Any:
         return call.whole()
     x = call.x
     at = 2 if call.name == "repeat_interleave" else 1
-    given = call.value(at, "dim", call.kwargs.get("axis"))
+    given = call.value(at, "dim")
     if given is None:
         return call.whole()
     dim = given % x.dim()

@@ -257,7 +257,8 @@ def along(call: ImageCall) -> Any:
     """A function along one dim."""
     x, count = call.x, call.x.dim()
     dims = dims_of(call.name, call.args, call.kwargs, count)
-    if len(call.tensors()) > 1 or call.name == "unique":
+    is_guessed = not dims and call.name in ("softmax", "log_softmax", "softmin")
+    if len(call.tensors()) > 1 or call.name == "unique" or is_guessed:
         return call.whole()
     dims = dims or {-1 % count}
     if dims & set(x.divided()):

@@ -134,6 +134,7 @@ def _reductions():
     yield "var_mean", lambda x: torch.var_mean(x, (2, 3), correction=0, keepdim=True)[0]
     yield "softmax of channels", lambda x: x.softmax(1)
     yield "softmax of columns", lambda x: x.softmax(2)
+    yield "softmax of no dim", lambda x: functional.softmax(x[0].transpose(0, 1))
     yield "numpy's names", lambda x: x.mean(axis=(2, 3), keepdims=True)
     for given in ((2, True, False), ((2, 3), False, True), (False,)):
         yield f"std by position {given}", lambda x, g=given: x.std(*g)

@@ -116,9 +116,9 @@ REFUSED = {
     "a pad by 5 rows of an image of 5 with mode reflect": lambda x: torch.nn.functional.pad(
         x, (0, 0, 5, 5), mode="reflect"
     ),
-    "cumsum_, which writes an image in place": lambda x: x.cumsum_(2),
-    "squeeze_, which writes an image in place": lambda x: x.squeeze_(1),
-    "transpose_, which writes an image in place": lambda x: x.transpose_(0, 1),
+    "cumsum_, which writes in place": lambda x: x.cumsum_(2),
+    "squeeze_, which writes in place": lambda x: x.squeeze_(1),
+    "transpose_, which writes in place": lambda x: x.transpose_(0, 1),
     "fill_diagonal": lambda x: x.fill_diagonal_(0),
     "rrelu": torch.nn.functional.rrelu,
     "backward": lambda x: x.backward(),
