@@ -1942,6 +1942,13 @@ def write_count(tensor: Tensor) -> int:
     return int(tensor._version)  # noqa: SLF001 - there is no public form
 
 
+def write_counter(tensor: Tensor) -> Tensor:
+    """Return a tensor that has the `write_count` of `tensor`, and none of its memory."""
+    counter = tensor.detach()
+    counter.data = tensor.new_empty(0)
+    return counter
+
+
 def viewed(tensor: Tensor) -> Tensor | None:
     """Return the tensor that `tensor` is a view of; None if it is none."""
     return tensor._base  # noqa: SLF001 - there is no public form

@@ -33,14 +33,17 @@ from typing import Any, ClassVar, NamedTuple, Self
 import torch
 import torch.distributed as dist
 from torch import Tensor
+from torch.nn import Parameter
 
 from msrun.errors import ModelError
 from msrun.parallel.collectives import all_gather
+from msrun.parallel.images.memory import Memory
 from msrun.parallel.images.rows import move_rows
 from msrun.parallel.local import full_tensor
-from msrun.parallel.losses.batch import map_leaves
+from msrun.parallel.losses.batch import map_leaves, tensors_in
 from msrun.parallel.notation.image_parts import Span, Spans, one_each, spans
-from msrun.parallel.torch_compat import GENERATED, empty_wrapper
+from msrun.parallel.tensor import guard_refusals
+from msrun.parallel.torch_compat import GENERATED, empty_wrapper, viewed
 
 _LIBRARIES = (Path(torch.__file__).parent, Path(__file__).parents[2])
 _APPLY = torch.autograd.Function.apply.__func__.__code__  # type: ignore[attr-defined]
@@ -50,6 +53,18 @@ _WRITING_OPERATORS = frozenset(
 # What numpy calls them, and torch takes as well -> what torch calls them.
 _NAMES_OF_NUMPY = {"axis": "dim", "keepdims": "keepdim"}
 _HINT = "compute it before the model or after it, or of samples and channels alone"
+_LOST = "rows of an image that are written in place in a view, such as x[:, :, 1:3].zero_()"
+# What one process has as views.
+_VIEWS = """
+    __getitem__ narrow select chunk split split_with_sizes tensor_split unbind view view_as
+    unflatten permute transpose t swapaxes swapdims movedim moveaxis squeeze unsqueeze expand
+    expand_as broadcast_to diagonal detach alias view_as_real view_as_complex real imag
+    __get__.T __get__.mT __get__.data __get__.real __get__.imag
+"""
+# What is a view where the memory allows it.
+_MAYBE_VIEWS = "reshape reshape_as flatten ravel unfold"
+_ALL_VIEWS, _ALL_MAYBE = frozenset(_VIEWS.split()), frozenset(_MAYBE_VIEWS.split())
+_INDICES = (int, slice, type(...), type(None))
 
 
 class ImageAxis(NamedTuple):
@@ -102,11 +117,13 @@ class ImageTensor(Tensor):
         local: This rank's part.
         axes: All axes that divide images.
         places: For each axis the dim that it divides; None if it divides none.
+        memory: Of the part, once it has views.
     """
 
     local: Tensor
     axes: Axes
     places: Places
+    memory: Memory | None = None
     # Name of a function -> what computes it; `rules` fills it.
     rules: ClassVar[dict[str, Callable[[ImageCall], Any]]] = {}
     # Names of those whose rule can write in place.
@@ -147,7 +164,9 @@ class ImageTensor(Tensor):
             raise call.refusal()
         if call.is_in_place and call.name not in cls.writing:
             raise call.refusal(f"{func.__name__}, which writes in place")
-        return rule(call)
+        result = call.with_views(rule) if call.makes_views() else rule(call)
+        call.check_writes(result)
+        return result
 
     @classmethod
     def __torch_dispatch__(  # type: ignore[override]  # torch declares that it is disabled
@@ -210,7 +229,7 @@ def gathered(x: Tensor) -> Tensor:
     """Return the whole of `x`, a plain tensor, on each rank; all call it."""
     if not isinstance(x, ImageTensor):
         return x
-    local = full_tensor(x.local)
+    local = full_tensor(part(x))
     for dim, at in sorted(x.divided().items()):
         axis, rows = x.axes[at], x.shape[dim]
         if rows % axis.size:
@@ -221,15 +240,28 @@ def gathered(x: Tensor) -> Tensor:
     return local
 
 
+def part(x: Tensor) -> Tensor:
+    """Return the part of an image, and any other tensor as it is.
+
+    Raises:
+        ModelError: The part misses a write.
+    """
+    if not isinstance(x, ImageTensor):
+        return x
+    if x.memory and x.memory.misses_write():
+        raise _refusal(_LOST)
+    return x.local
+
+
 def opened(value: Any) -> tuple[Any, Callable[[Any], Any]]:
     """Return `value` with parts in place of images, and a function that puts images around them."""
     found: list[ImageTensor | None] = []
 
-    def part(x: Tensor) -> Tensor:
+    def inner(x: Tensor) -> Tensor:
         found.append(x if isinstance(x, ImageTensor) else None)
-        return x.local if isinstance(x, ImageTensor) else x
+        return part(x)
 
-    inside = map_leaves(part, value)
+    inside = map_leaves(inner, value)
 
     def closed(result: Any) -> Any:
         left = iter(found)
@@ -325,11 +357,82 @@ class ImageCall:
 
     def refusal(self, what: str = "") -> ModelError:
         """Return the error for a function that has no rule, or not in this use."""
-        shown = what or f"{self.name}, which is not known for parts of images"
-        return ModelError(
-            f"parallel.data: ranks have parts of images, and the model has {shown}{_line()}",
-            hint=_HINT,
-        )
+        return _refusal(what or f"{self.name}, which is not known for parts of images")
+
+    def makes_views(self) -> bool:
+        """Return whether one process has the results as views of the first argument."""
+        base = self.value(0, "input")
+        if not isinstance(base, ImageTensor) or type(base.local) not in (Tensor, Parameter):
+            return False
+        if self.name not in _ALL_VIEWS:
+            return self.name in _ALL_MAYBE and self._views_without_values()
+        if self.name == "__getitem__":
+            index = self.args[1]
+            return all(
+                type(i) in _INDICES for i in (index if isinstance(index, tuple) else [index])
+            )
+        return not getattr(self.func, "__name__", "").endswith("_") or self.name[0] == "_"
+
+    def _views_without_values(self) -> bool:
+        def empty(x: Tensor) -> Tensor:
+            local = x.local if isinstance(x, ImageTensor) else x
+            steps = local.stride()
+            order = sorted(range(x.dim()), key=lambda dim: -steps[dim])
+            whole = torch.empty([x.shape[dim] for dim in order], dtype=x.dtype, device="meta")
+            return whole.permute([order.index(dim) for dim in range(x.dim())])
+
+        with torch.inference_mode(mode=False):
+            result: Tensor = self.changed(empty)
+        return viewed(result) is not None
+
+    def with_views(self, rule: Callable[[ImageCall], Any]) -> Any:
+        """Compute views: true ones share their memory, and of others a write is noticed."""
+        base = self.x
+        memory = base.memory = base.memory or Memory(base.local)
+        with memory.one_call():
+            return self._noted(rule(self), base, memory)
+
+    def _noted(self, result: Any, base: ImageTensor, memory: Memory) -> Any:
+        address = base.local.untyped_storage().data_ptr()
+
+        def one(x: Tensor) -> Tensor:
+            local = x.local if isinstance(x, ImageTensor) else x
+            if x is base or not local.numel():
+                return x
+            if local.untyped_storage().data_ptr() == address:
+                if isinstance(x, ImageTensor):
+                    x.memory = memory
+                    if self.name == "__get__.data":
+                        memory.join(local)
+                return x
+            if local.is_inference():  # torch counts no writes
+                with torch.inference_mode(mode=False):
+                    local = local.clone()
+            if not isinstance(x, ImageTensor):
+                memory.copy(local, local)
+                return local
+            if x.memory is None or local is not x.local:
+                x = ImageTensor(local, x.axes, x.places)
+                x.memory = memory.copy(local)
+            return x
+
+        return map_leaves(one, result)
+
+    def check_writes(self, result: Any) -> None:
+        """Refuse to compute with a part that misses a write; `result` is what was computed.
+
+        Raises:
+            ModelError: There is one.
+        """
+        memories = [image.memory for image in self.images() if image.memory]
+        if not memories:
+            return
+        name = getattr(self.func, "__name__", "")
+        if guard_refusals.is_writing(name, self.kwargs):
+            memories[0].count()
+        is_read = result is None or tensors_in(result)
+        if is_read and any(memory.misses_write() for memory in memories):
+            raise self.refusal(_LOST)
 
     def check_outside(self) -> None:
         """Refuse to run inside of somebody's autograd function, which gets no gradient of parts."""
@@ -339,6 +442,13 @@ class ImageCall:
                 name = getattr(frame.f_locals.get("cls"), "__name__", "")
                 raise self.refusal(f"the autograd function {name}")
             frame = frame.f_back
+
+
+def _refusal(shown: str) -> ModelError:
+    return ModelError(
+        f"parallel.data: ranks have parts of images, and the model has {shown}{_line()}",
+        hint=_HINT,
+    )
 
 
 def name_of(func: Any) -> str:

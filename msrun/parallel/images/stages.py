@@ -18,7 +18,7 @@ from torch import Tensor
 from msrun.errors import ModelError
 from msrun.parallel.config import ROOT
 from msrun.parallel.images.division import KEY, Images
-from msrun.parallel.images.image_tensor import ImageTensor, Places, gathered
+from msrun.parallel.images.image_tensor import ImageTensor, Places, gathered, part
 from msrun.parallel.losses.batch import map_leaves
 from msrun.parallel.pipeline.record.follower import Follower, Run, Values
 
@@ -48,7 +48,7 @@ class StageImages(Images, Follower):
             for chunk in range(len(values)):
                 received = run(chunk, received)
                 notes.append(list(map(_places, received)))
-                parts.append(list(map(_part, received)))
+                parts.append(list(map(part, received)))
         return notes, parts
 
     def receive(self, notes: _Notes, chunk: int, values: Sequence[Any]) -> Sequence[Any]:
@@ -68,12 +68,8 @@ class StageImages(Images, Follower):
                     "divided depends on values, and the next stage expects another part",
                     hint=f"cut the model elsewhere with {ROOT}.pipeline.stages",
                 )
-        return list(map(_part, values))
+        return list(map(part, values))
 
 
 def _places(x: Tensor) -> Places | None:
     return x.places if isinstance(x, ImageTensor) else None
-
-
-def _part(x: Tensor) -> Tensor:
-    return x.local if isinstance(x, ImageTensor) else x

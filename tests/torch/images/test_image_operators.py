@@ -102,6 +102,33 @@ def _row_written(x):
     return y
 
 
+def _written_in(view, write=torch.zero_):
+    """Return a function that uses a tensor after a view of it was written."""
+
+    def used(x):
+        y = x * 1
+        write(view(y))
+        return y + 1
+
+    return used
+
+
+def _written_behind(x):
+    y = x * 1
+    view = y[:, :, 2:]
+    y.mul_(2)
+    return view + 1
+
+
+LOST = (
+    _written_in(lambda x: x[:, :, :2]),
+    _written_in(lambda x: x.narrow(2, 0, 4), torch.relu_),
+    _written_in(lambda x: x[:, :, 0][:, 1:]),
+    _written_in(lambda x: x.detach()[:, 1:3].data[:, :, 1:][:, :, 2]),
+    _written_in(lambda x: x.flatten(2)),
+    _written_in(lambda x: x[:, :, :4], lambda x: torch.nn.functional.relu(x, inplace=True)),
+    _written_behind,
+)
 REFUSED = {
     "ctc_loss": lambda x: torch.nn.functional.ctc_loss(x, x, x, x),
     "matrix_exp": torch.matrix_exp,
@@ -121,6 +148,7 @@ REFUSED = {
     "transpose_, which writes in place": lambda x: x.transpose_(0, 1),
     "fill_diagonal": lambda x: x.fill_diagonal_(0),
     "rrelu": torch.nn.functional.rrelu,
+    "transpose_, which changes the dims": lambda x: x.transpose_(2, 3),
     "backward": lambda x: x.backward(),
     "add, which": lambda x: torch.add(x, x, out=x),
 }
@@ -137,6 +165,11 @@ def refusals():
             with pytest.raises(ModelError) as error:
                 function(image * 1)
             said[name] = error.value.message
+        image = dims.part("x", torch.randn(2, CHANNELS, 5, 6, dtype=DTYPE))
+        for grad in (torch.enable_grad, torch.inference_mode):
+            for function in LOST:
+                with grad(), pytest.raises(ModelError, match="are written in place in a view"):
+                    function(image)
         with pytest.raises(ModelError) as error:
             dims.part("x", torch.zeros(2, CHANNELS, 1, 6))
         said["1 rows in dim 2 can not be split into 2 parts, over h"] = error.value.message
