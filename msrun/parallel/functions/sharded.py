@@ -29,7 +29,7 @@ from msrun.errors import ConfigError, ModelError
 from msrun.parallel import torch_compat
 from msrun.parallel.config import DATA_AXIS
 from msrun.parallel.layout import plan_axes
-from msrun.parallel.local import is_image
+from msrun.parallel.local import is_image, local_part
 from msrun.parallel.losses.batch import tensors_in
 from msrun.parallel.notation.mesh_layout import MeshLayout
 from msrun.parallel.notation.rules import batch_free
@@ -38,6 +38,7 @@ from msrun.parallel.settings.plan_rules import UNSHARDED_DIMS, Dims
 from msrun.parallel.tensor import hooks
 from msrun.parallel.tensor.guard import Guard
 from msrun.parallel.tensor.outputs import plain
+from msrun.parallel.torch_compat import write_count
 
 _PLACE = "msrun.shard"
 Function = Callable[..., Any]
@@ -179,6 +180,9 @@ class _Sharded:
             )
         given = [self._placed(i, value) for i, value in enumerate(args)]
         named = {name: self._put(self._named.get(name), name, v) for name, v in kwargs.items()}
+        pairs = [*zip(args, given, strict=True), *((v, named[name]) for name, v in kwargs.items())]
+        names = [*map(self._argument, range(len(args))), *kwargs]
+        copies = [_Placed(*pair, name) for pair, name in zip(pairs, names, strict=True)]
         with (
             torch_compat.eagerly(),
             torch_compat.transforming_whole(_gathered),
@@ -186,12 +190,30 @@ class _Sharded:
         ):
             output = self._function(*given, **named)
             self._guard.check_returned(output)
+            self._check_arguments(copies)
             return self._returned(output)
 
     def _placed(self, index: int, value: Any) -> Any:
-        name = self._order[index] if index < len(self._order) else ""
+        name = self._argument(index)
         by_place = self._inputs[index] if index < len(self._inputs) else None
-        return self._put(by_place or self._named.get(name), name or f"argument {index}", value)
+        return self._put(by_place or self._named.get(name), name, value)
+
+    def _argument(self, index: int) -> str:
+        return self._order[index] if index < len(self._order) else f"argument {index}"
+
+    def _check_arguments(self, copies: Sequence[_Placed]) -> None:
+        """Refuse a write to an argument that what the caller gave does not have.
+
+        Raises:
+            ModelError: There is one.
+        """
+        for copy in copies:
+            if copy.misses_write():
+                raise ModelError(
+                    f"{_PLACE}: {self._name} writes its argument {copy.name} in place, and the "
+                    "caller's tensor, of which ranks have shards there, would not have it",
+                    hint=f"return the new {copy.name}, or leave it out of in_ and params",
+                )
 
     def _put(self, placing: Callable[[Tensor], DTensor] | None, name: str, value: Any) -> Any:
         if isinstance(value, DTensor) and value.device_mesh != self._mesh:
@@ -222,6 +244,45 @@ class _Sharded:
             key = f"out[{index}]"
             found.append(self._put(self._placing(dims, key), key, whole))
         return type(output)(*found) if hasattr(output, "_fields") else type(output)(found)
+
+
+class _Placed:
+    """An argument, and what the function gets for it.
+
+    Args:
+        value: The argument.
+        placed: What the function gets.
+        name: Of the argument.
+    """
+
+    def __init__(self, value: Any, placed: Any, name: str) -> None:
+        self._value, self._placed, self.name = value, placed, name
+        is_other = isinstance(placed, Tensor) and placed is not value
+        self._writes = _writes(placed) if is_other else 0
+
+    def misses_write(self) -> bool:
+        """Return whether the function wrote the placed one, and that is not in the argument."""
+        if self._placed is self._value or not isinstance(self._placed, Tensor):
+            return False
+        if _writes(self._placed) == self._writes:
+            return False
+        if isinstance(self._placed, DTensor) and not all(
+            placement.is_replicate() for placement in self._placed.placements
+        ):
+            return True
+        return not _shares_memory(self._placed, self._value)
+
+
+def _writes(x: Tensor) -> int:
+    """Return how often `x` was written, or the part of it that this rank has."""
+    if local_part(x).is_inference():
+        return 0
+    return write_count(x) + write_count(local_part(x))
+
+
+def _shares_memory(x: Tensor, other: Tensor) -> bool:
+    parts = [local_part(each).untyped_storage().data_ptr() for each in (x, other)]
+    return parts[0] == parts[1]
 
 
 def _arguments(function: Function) -> tuple[str, ...]:

@@ -96,7 +96,6 @@ _LAYOUTS = Layouts()
 # Distinct calls that are watched: a program may have any number.
 _CALLS_MAX = 1000
 _SEQUENCES = (tuple, list)
-_PRODUCTS = frozenset(["matmul", "__matmul__", "__rmatmul__"])
 # Functions that run on each rank's shard, if no dim that they mix is sharded.
 _ON_SHARDS = {
     **shard_functions.FUNCTIONS,
@@ -220,7 +219,8 @@ class Guard(TorchFunctionMode):
         if name in INSPECTING or not _has_dtensor(args, kwargs):
             if name == "__set__" and self.shared:  # such as `x.data = y`, which counts as no write
                 self.shared.clear()
-            return func(*args, **kwargs)
+            result = func(*args, **kwargs)
+            return self.views.detached(func, args[0], result) if name == "__get__" else result
         is_safe = name in VERIFIED and func not in self._special and not self._place
         if not is_safe or guard_refusals.has_plain(args, kwargs):
             self._require_guarded(name)
@@ -235,11 +235,10 @@ class Guard(TorchFunctionMode):
         kwargs = {key: self._as_dtensor(value) for key, value in kwargs.items()}
         if func in self._special:
             return self._special[func](*args, **kwargs)
-        # torch has no layout of a product with a vector whose sum is divided.
-        is_vector = name in _PRODUCTS and any(x.dim() == 1 for x in args if isinstance(x, Tensor))
-        if name not in VERIFIED or is_vector:
+        if name not in VERIFIED or guard_refusals.has_no_layout(name, args, kwargs):
             return self._run_replicated(func, name, args, kwargs)
-        return self._run_on_shards(func, name, args, kwargs)
+        result = self._run_on_shards(func, name, args, kwargs)
+        return self.views.detached(func, args[0], result) if name == "detach" else result
 
     def apply_own(
         self, kind: type, apply: Function, args: tuple[Any, ...], kwargs: dict[str, Any]

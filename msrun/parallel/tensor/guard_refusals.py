@@ -40,6 +40,7 @@ _VIEWS = """
     expand broadcast_to view_as_real view_as_complex split_with_sizes
 """
 _MAKING_VIEWS = frozenset(_VIEWS.split())
+_PRODUCTS = frozenset(["matmul", "__matmul__", "__rmatmul__"])
 
 
 def is_writing(name: str, kwargs: dict[str, Any]) -> bool:
@@ -61,6 +62,16 @@ def has_plain(args: tuple[Any, ...], kwargs: Mapping[str, Any]) -> bool:
         isinstance(value, Tensor) and not isinstance(value, DTensor) and value.numel() > 1
         for value in (*args, *kwargs.values())
     )
+
+
+def has_no_layout(name: str, args: tuple[Any, ...], kwargs: Mapping[str, Any]) -> bool:
+    """Return whether torch has no layout of a result of a function that otherwise has one.
+
+    Those are a product with a vector whose sum is divided, and the places where a mask is true.
+    """
+    if name == "where":
+        return len(args) + len(kwargs) == 1
+    return name in _PRODUCTS and any(x.dim() == 1 for x in args if isinstance(x, Tensor))
 
 
 def makes_view(name: str, args: tuple[Any, ...]) -> bool:
@@ -131,11 +142,13 @@ class _Relative(NamedTuple):
         tensor: It.
         call: Which call made it; views of one call do not overlap.  0 is the first tensor.
         is_shared: Whether it has the memory of the first.
+        is_detached: Whether autograd takes it for another tensor, as `x.detach()`.
     """
 
     tensor: weakref.ref[Tensor]
     call: int
     is_shared: bool
+    is_detached: bool
 
 
 class Views:
@@ -156,22 +169,37 @@ class Views:
         self._families.clear()
         self._lost.clear()
 
-    def note(self, base: DTensor, result: Any) -> None:
+    def detached(self, func: Any, base: Any, result: Any) -> Any:
+        """Return `result`, and note it if it is `base` without gradients: `detach()` or `.data`."""
+        if not isinstance(result, DTensor):
+            return result
+        if func in (Tensor.detach, torch.detach) or getattr(func, "__self__", None) is Tensor.data:
+            self.note(base, result, is_detached=True)
+        return result
+
+    def note(self, base: DTensor, result: Any, *, is_detached: bool = False) -> None:
         """Note the tensors of `result`, which one process has as views of `base`."""
         family = self._family(base)
         if not family:
             family = []
             for each in (base, torch_compat.viewed(base)):
                 if each is not None:
-                    family.append(_Relative(weakref.ref(each), 0, is_shared=True))
+                    family.append(
+                        _Relative(weakref.ref(each), 0, is_shared=True, is_detached=False)
+                    )
                     self._families[id(each)] = family
         self._calls += 1
         memory = _memory(base)
+        is_detached |= any(m.is_detached for m in family if m.tensor() is base)
         for view in result if isinstance(result, tuple | list) else [result]:
             if isinstance(view, Tensor) and view is not base:
                 is_shared = isinstance(view, DTensor) and _memory(view) == memory
-                family.append(_Relative(weakref.ref(view), self._calls, is_shared))
-                self._families[id(view)] = family
+                # Views of a plain view are views of what it is a view of.
+                root = None if isinstance(view, DTensor) else torch_compat.viewed(view)
+                for each in (view,) if root is None else (view, root):
+                    member = _Relative(weakref.ref(each), self._calls, is_shared, is_detached)
+                    family.append(member)
+                    self._families[id(each)] = family
 
     def _write(self, target: Tensor, others: Iterable[Any]) -> None:
         """Note a write of `others` to `target`, which its family may miss."""
@@ -183,14 +211,19 @@ class Views:
         calls, is_shared = {m.call for m in own}, all(m.is_shared for m in own)
         found = [(m, m.tensor()) for m in family if m.call not in calls]
         alive = [(m, tensor) for m, tensor in found if tensor is not None]
-        has_gradient = torch.is_grad_enabled() and any(
-            isinstance(each, Tensor) and each.requires_grad
-            for each in (target, *others, *(tensor for _, tensor in alive))
-        )
+        is_apart = all(m.is_detached for m in own)
+
+        def has_gradient(relative: _Relative) -> bool:
+            if relative.is_detached != is_apart:  # autograd knows of no write here in one process
+                return False
+            tensors = (target, *others, *(tensor for m, tensor in alive if not m.is_detached))
+            return any(isinstance(each, Tensor) and each.requires_grad for each in tensors)
+
+        is_graded = torch.is_grad_enabled()
         self._lost += [
             (m.tensor, weakref.ref(target))
             for m, _ in alive
-            if has_gradient or not (is_shared and m.is_shared)
+            if (is_graded and has_gradient(m)) or not (is_shared and m.is_shared)
         ]
 
     def check(self, values: Iterable[Any], place: str | None) -> None:

@@ -34,6 +34,11 @@ def statistics(x):
     return {"mean": x.mean(0), "sum": x.cumsum(-1), "most": x.amax(1)}
 
 
+def at_places(x, w):
+    y = x @ w
+    return y[torch.where(y > 1)]
+
+
 def by_vmap(x, w):
     return torch.vmap(lambda row: torch.sin(row).cumsum(-1))(x) @ w
 
@@ -62,6 +67,7 @@ FUNCTIONS = {
     "batch of dp": (dense_relu, (X, W, B), {"in_": [["dp", "tp"]]}),
     "heads": (attend, tuple(HEADS), {"in_": [[None, "tp", None, None]] * 3}),
     "mapping": (statistics, (X,), {"in_": [[None, "tp"]]}),
+    "where": (at_places, (X, W), {"in_": [None, [None, "tp"]]}),
     "vmap": (by_vmap, (X, W), {"in_": [["tp", None], [None, "tp"]]}),
     "grad": (by_grad, (X, W), {"in_": [["tp", None], ["tp", None]]}),
     "compiled": (by_compiled, (X, W), {"in_": [["tp", None], [None, "tp"]]}),
@@ -170,6 +176,41 @@ def hidden(x):
     return torch.vmap(lambda row: row * kept.x[0])(torch.ones(3, 16))
 
 
+def updated(cache, x):
+    cache.mul_(0.9).add_(x)
+    return x - cache
+
+
+def set_rows(x, cache):
+    cache[:, 2:4] = x[:, :2]
+    return x
+
+
+def written_replicated():
+    """Return how far an argument is from one process that every rank has whole."""
+    msrun.init(MANUAL)
+    caches = [torch.ones(4, 6) for _ in range(2)]
+    updated(caches[0], X[:4, :6])
+    msrun.shard(updated, [[None, None], [None, "tp"]])(caches[1], X[:4, :6])
+    return (caches[0] - caches[1]).abs().max().item()
+
+
+def test_a_write_to_an_argument_that_ranks_have_whole_is_seen():
+    assert run_warm(written_replicated, 2) == [0, 0]
+
+
+def detached(x, w):
+    y = x @ w
+    y.detach()[:, 2:5].zero_()
+    return y * 2
+
+
+def data_viewed(x, w):
+    y = x @ w
+    y.data.view(-1, 3, 4)[:, 1].zero_()
+    return y * 2
+
+
 def refusals():
     msrun.init(MANUAL)
     called = msrun.shard(dense_relu, [["tp", None]])
@@ -186,6 +227,10 @@ def refusals():
         "outputs": lambda: msrun.shard(dense_relu, out=(None, None))(X, W, B),
         "outside": lambda: torch.vmap(called, in_dims=(0, None, None))(HEADS[0, 0], W[:4], B),
         "hidden": lambda: msrun.shard(hidden, [[None, "tp"]])(X),
+        "written": lambda: msrun.shard(updated, [[None, "tp"]])(torch.ones(8, 16), X),
+        "set": lambda: msrun.shard(set_rows, params={"cache": ["tp", None]})(X, cache=X.clone()),
+        "detached": lambda: msrun.shard(detached, [None, [None, "tp"]])(X, W),
+        "data": lambda: msrun.shard(data_viewed, [None, [None, "tp"]])(X, W),
     }
     found = {}
     for name, call in cases.items():
@@ -206,6 +251,8 @@ SAID = {
     "no list": "msrun.shard: in_[0]: 'tp' is no list of axes, one for each dim",
     "no function": "msrun.shard: Tensor is no function",
     "uneven": "msrun.shard: in_[0] of dense_relu: dim 0 of 7 can not be split in 2 parts",
+    "written": "msrun.shard: updated writes its argument cache in place, and the caller's tensor, "
+    "of which ranks have shards there, would not have it",
 }
 
 
