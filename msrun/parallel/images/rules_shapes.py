@@ -128,13 +128,6 @@ def _reshaped(x: ImageTensor, new: Sequence[int], targets: Sequence[_Target | No
     return wrapped(local, x.axes, tuple(places))
 
 
-def _not_in_place(call: ImageCall) -> ImageTensor:
-    """Return the first argument of what must not change its dims in place."""
-    if is_in_place(call):
-        raise call.refusal(f"{call.name}_, which changes the dims of an image in place")
-    return call.x
-
-
 def _moved(x: ImageTensor, order: Sequence[int]) -> Places:
     """Return the places where dim i of the result is `order[i]` of `x`."""
     return tuple(p and ImageDim(list(order).index(p.dim), p.rows) for p in x.places)
@@ -143,7 +136,7 @@ def _moved(x: ImageTensor, order: Sequence[int]) -> Places:
 @rule("permute transpose swapaxes swapdims movedim moveaxis t", "__get__.T", "__get__.mT")
 def permuted(call: ImageCall) -> Any:
     """Dims in another order."""
-    x = _not_in_place(call)
+    x = call.x
     numbered = torch.empty(tuple(range(2, 2 + x.dim())), device="meta")
     order = [size - 2 for size in call.on(numbered).shape]
     return x.like(call.on(x.local), _moved(x, order))
@@ -152,7 +145,7 @@ def permuted(call: ImageCall) -> Any:
 @rule("unsqueeze")
 def unsqueezed(call: ImageCall) -> Any:
     """One dim more."""
-    x = _not_in_place(call)
+    x = call.x
     at = call.value(1, "dim") % (x.dim() + 1)
     places = tuple(p and ImageDim(p.dim + (at <= p.dim), p.rows) for p in x.places)
     return x.like(call.on(x.local), places)
@@ -161,7 +154,7 @@ def unsqueezed(call: ImageCall) -> Any:
 @rule("squeeze")
 def squeezed(call: ImageCall) -> Any:
     """Fewer dims of size 1."""
-    x, given = _not_in_place(call), call.value(1, "dim")
+    x, given = call.x, call.value(1, "dim")
     dims = range(x.dim()) if given is None else [given] if isinstance(given, int) else given
     gone = sorted({dim % x.dim() for dim in dims if x.shape[dim] == 1})
     places = tuple(
