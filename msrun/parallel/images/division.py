@@ -13,9 +13,12 @@ from collections.abc import Callable, Iterator, Mapping, Sequence
 from functools import update_wrapper
 from typing import Any
 
+import torch
 from torch import Tensor, nn
+from torch.autograd import Function
 
 from msrun.errors import ModelError
+from msrun.parallel.collectives import all_reduce
 from msrun.parallel.config import DATA_AXIS, ROOT, ParallelConfig
 from msrun.parallel.images import (
     rules_elements,
@@ -145,6 +148,8 @@ class Images:
         Raises:
             ModelError: A value is missing, or no tensor.
         """
+        if torch.is_grad_enabled() and any(x.requires_grad for x in tensors_in(tuple(batch))):
+            batch = StepBatch(*map_leaves(self._used, tuple(batch)))
         inputs = [*batch.inputs, *([batch.target] if has_target else [])]
         named = {name: x for name, x in batch.named.items() if name in self._dims.data}
         left = [name for name in self._dims.data if name not in named]
@@ -165,6 +170,18 @@ class Images:
                 f"{', '.join(self._dims.data)}, in this order)"
             )
         return result
+
+    def _used(self, x: Tensor) -> Tensor:
+        """Return a value of the batch whose gradient, if it needs one, is that of one process."""
+        if not x.requires_grad:
+            return x
+        if isinstance(x, ImageTensor):
+            raise ModelError(
+                f"{KEY}: an input that is read in parts needs a gradient, of which each rank would "
+                "have a part",
+                hint="give the model a whole image, or compute the gradient of a parameter",
+            )
+        return _Used.apply(x, self.axes)  # type: ignore[no-untyped-call,no-any-return]
 
     def _part(self, name: str, value: Any) -> Any:
         if isinstance(value, Tensor):
@@ -203,6 +220,22 @@ class Images:
         with self.guard():
             output = forward(*part.inputs, **part.named)
         return map_leaves(gathered, output)
+
+
+class _Used(Function):
+    """A whole tensor of which ranks use parts, or all of it for their parts of images."""
+
+    @staticmethod
+    def forward(ctx: Any, x: Tensor, axes: Axes) -> Tensor:
+        ctx.axes = axes
+        return x.clone()
+
+    @staticmethod
+    def backward(ctx: Any, gradient: Tensor) -> tuple[Tensor | None, ...]:
+        # As of a parameter: each rank has the gradient of the losses of all ranks by its part.
+        for axis in ctx.axes:
+            gradient = all_reduce(gradient, axis.group, "mean")
+        return gradient, None
 
 
 class _OnParts:

@@ -37,7 +37,7 @@ from torch.nn import Parameter
 
 from msrun.errors import ModelError
 from msrun.parallel.collectives import all_gather
-from msrun.parallel.images.memory import Memory
+from msrun.parallel.images.memory import PartMemory
 from msrun.parallel.images.rows import move_rows
 from msrun.parallel.local import full_tensor
 from msrun.parallel.losses.batch import map_leaves, tensors_in
@@ -123,7 +123,7 @@ class ImageTensor(Tensor):
     local: Tensor
     axes: Axes
     places: Places
-    memory: Memory | None = None
+    memory: PartMemory | None = None
     # Name of a function -> what computes it; `rules` fills it.
     rules: ClassVar[dict[str, Callable[[ImageCall], Any]]] = {}
     # Names of those whose rule can write in place.
@@ -388,11 +388,11 @@ class ImageCall:
     def with_views(self, rule: Callable[[ImageCall], Any]) -> Any:
         """Compute views: true ones share their memory, and of others a write is noticed."""
         base = self.x
-        memory = base.memory = base.memory or Memory(base.local)
+        memory = base.memory = base.memory or PartMemory(base.local)
         with memory.one_call():
             return self._noted(rule(self), base, memory)
 
-    def _noted(self, result: Any, base: ImageTensor, memory: Memory) -> Any:
+    def _noted(self, result: Any, base: ImageTensor, memory: PartMemory) -> Any:
         address = base.local.untyped_storage().data_ptr()
 
         def one(x: Tensor) -> Tensor:

@@ -45,12 +45,12 @@ class _Copy(NamedTuple):
 class _Origin(NamedTuple):
     """Of what a copy is a view, which call made it, and how often that had been written."""
 
-    memory: Memory
+    memory: PartMemory
     call: int
     writes: int
 
 
-class Memory:
+class PartMemory:
     """The memory of a part, which true views of it share.
 
     Args:
@@ -88,13 +88,13 @@ class Memory:
         finally:
             self._depth -= 1
 
-    def copy(self, local: Tensor, plain: Tensor | None = None) -> Memory:
+    def copy(self, local: Tensor, plain: Tensor | None = None) -> PartMemory:
         """Note a copy, and return its memory; `plain` is the result itself if it is a plain one."""
-        made = Memory(local, _Origin(self, self._calls, self.writes()))
+        made = PartMemory(local, _Origin(self, self._calls, self.writes()))
         self.note(made, self._calls, None if plain is None else weakref.ref(plain))
         return made
 
-    def note(self, made: Memory, call: int, plain: weakref.ref[Tensor] | None) -> None:
+    def note(self, made: PartMemory, call: int, plain: weakref.ref[Tensor] | None) -> None:
         """Note a copy of rows of this memory, and of the memory that this is a view of."""
         self._copies.append(_Copy(made.counters, made.writes(), call, plain, self.writes()))
         if self._origin:

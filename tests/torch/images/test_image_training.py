@@ -203,6 +203,28 @@ def test_activations_of_a_rank_fall_with_the_number_of_ranks(make, mesh):
     assert max(run_warm(saved, ranks, {"mesh": mesh}, make, size)) <= 1.2 * alone / ranks
 
 
+def input_gradients():
+    """Return how far gradients of an input, and of what was added to it, are from one process."""
+    alone, (x, y) = build(Plain), batches(UNet)[0]
+    found = []
+    with msrun.init({**HEIGHT, "data": data_of(UNet, "h")}) as rt:
+        for model in (alone, rt.shard(build(Plain))):
+            image, noise = x.clone().requires_grad_(), torch.zeros_like(x[:1]).requires_grad_()
+            loss = loss_fn(model(image + noise), y)
+            (slope,) = torch.autograd.grad(loss, image, retain_graph=True)
+            loss.backward()
+            found.append([slope, image.grad, noise.grad])
+        parts = next(iter(rt.loader(Parts(), 2)))[0]
+        parts.local.requires_grad_()
+        with pytest.raises(ModelError, match="an input that is read in parts needs a gradient"):
+            model(parts)
+    return max(float((a - b).detach().abs().max()) for a, b in zip(*found, strict=True))
+
+
+def test_inputs_of_a_plain_loop_have_the_gradient_of_one_process():
+    assert max(run_warm(input_gradients, 2)) < 1e-10
+
+
 def refused():
     """Return what is said of batches that do not fit."""
     said = []

@@ -45,7 +45,7 @@ _DROPPING: dict[Callable[..., Any], dict[str, int]] = {
 class _NoViews(guard_refusals.Views):
     """Notes no views: `guarded` refuses to write one."""
 
-    def note(self, base: DTensor, result: Any) -> None:
+    def note(self, base: DTensor, result: Any, *, is_detached: bool = False) -> None:
         """Do nothing."""
 
 
