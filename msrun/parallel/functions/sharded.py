@@ -139,9 +139,9 @@ class _Sharded:
         self._outputs = outputs
         arguments = _arguments(function)
         self._order = list(arguments)
-        self._inputs = [self._placing(dims, f"in_[{i}]") for i, dims in enumerate(inputs)]
+        self._inputs = [_counted(self._placing(dims, f"in_[{i}]")) for i, dims in enumerate(inputs)]
         self._named = {
-            name: self._placing(dims, f"params.{name}")
+            name: _counted(self._placing(dims, f"params.{name}"))
             for name, dims in named.items()
             if name in arguments
         }
@@ -244,6 +244,25 @@ class _Sharded:
             key = f"out[{index}]"
             found.append(self._put(self._placing(dims, key), key, whole))
         return type(output)(*found) if hasattr(output, "_fields") else type(output)(found)
+
+
+def _counted(placing: Callable[[Tensor], DTensor] | None) -> Callable[[Tensor], DTensor] | None:
+    """Return what places a tensor, so that torch counts writes to it in inference, too."""
+    if placing is None:
+        return None
+
+    def placed(x: Tensor) -> DTensor:
+        if not torch.is_inference_mode_enabled():
+            return placing(x)
+        with torch.inference_mode(mode=False), torch.no_grad():
+            found = placing(x)
+            is_whole = all(placement.is_replicate() for placement in found.placements)
+            if is_whole or not local_part(found).is_inference():
+                return found
+            copy: Any = found.clone()
+            return copy  # type: ignore[no-any-return]
+
+    return placed
 
 
 class _Placed:

@@ -211,6 +211,11 @@ def data_viewed(x, w):
     return y * 2
 
 
+@torch.inference_mode()
+def inferred(in_):
+    return msrun.shard(updated, in_)(torch.ones(8, 16), X)
+
+
 def refusals():
     msrun.init(MANUAL)
     called = msrun.shard(dense_relu, [["tp", None]])
@@ -228,6 +233,8 @@ def refusals():
         "outside": lambda: torch.vmap(called, in_dims=(0, None, None))(HEADS[0, 0], W[:4], B),
         "hidden": lambda: msrun.shard(hidden, [[None, "tp"]])(X),
         "written": lambda: msrun.shard(updated, [[None, "tp"]])(torch.ones(8, 16), X),
+        "inference": lambda: inferred([[None, "tp"]]),
+        "inference of rows": lambda: inferred([["tp", None]]),
         "set": lambda: msrun.shard(set_rows, params={"cache": ["tp", None]})(X, cache=X.clone()),
         "detached": lambda: msrun.shard(detached, [None, [None, "tp"]])(X, W),
         "data": lambda: msrun.shard(data_viewed, [None, [None, "tp"]])(X, W),
