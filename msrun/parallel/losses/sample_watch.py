@@ -441,10 +441,12 @@ class SampleWatch(TorchFunctionMode):
 
     def known(self, outputs: Sequence[Tensor]) -> tuple[Known, ...]:
         """Return what is known of outputs of the model, for a watch of the loss alone."""
+        noticed = [*self._found, *self.numbers.undivided(self._sizes.divided)]
+        noticed.sort(key=lambda each: each[0].of_number)  # which are right in a model's own loss
         found = []
         for tensor in outputs:
-            nodes = graph_of(tensor) if self._found else set()
-            reached = next((mixture for mixture, node in self._found if node in nodes), None)
+            nodes = graph_of(tensor) if noticed else set()
+            reached = next((mixture for mixture, node in noticed if node in nodes), None)
             reached = reached or self._mixture(tensor) or self._by_position(tensor)
             found.append(Known(self._mark(tensor), reached))
         return tuple(found)
@@ -455,6 +457,7 @@ class SampleWatch(TorchFunctionMode):
             return  # of another form than those that were looked at
         for tensor, (mark, mixture) in zip(outputs, known, strict=True):
             self._note(tensor, mark, mixture)
+            self.numbers.take(mark)
 
     def copy_notes(self, tensor: Tensor, copied: Tensor) -> None:
         """Note of `copied`, which has other values, what is known of `tensor`."""

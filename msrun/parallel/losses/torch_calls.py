@@ -73,11 +73,16 @@ def script_line() -> str:
 
 def is_own_call() -> bool:
     """Return whether the function of torch that runs is called by msrun, and not by a script."""
+    is_own = False
     for frame in reversed(traceback.extract_stack()):
-        path = Path(frame.filename)
-        if Path(__file__).parent not in path.parents and _LIBRARIES[0] not in path.parents:
-            return _LIBRARIES[1] in path.parents
-    return False
+        parents = Path(frame.filename).parents
+        if not any(library in parents for library in _LIBRARIES):
+            break
+        if frame.name == "__torch_function__":
+            is_own = False  # of a mode, through which it passed
+        elif _LIBRARIES[1] in parents:
+            is_own = True
+    return is_own
 
 
 def deciding(name: str, args: tuple[Any, ...], kwargs: dict[str, Any]) -> tuple[Any, ...]:

@@ -32,7 +32,7 @@ from msrun.errors import ModelError, UsageError
 from msrun.parallel.data_parallel.joined_inputs import JoinNotes, attached
 from msrun.parallel.exchange.stage_stops import is_of_written, usage_error_in
 from msrun.parallel.losses.batch import map_leaves, own_loss, tensor_names, tensors_in
-from msrun.parallel.losses.calls.marks import Known
+from msrun.parallel.losses.calls.marks import Known, without_numbers
 from msrun.parallel.losses.sample_watch import SampleWatch
 from msrun.parallel.losses.tally import LossTally
 from msrun.parallel.pipeline.border import (
@@ -150,7 +150,8 @@ class Work:
 
             def seeded() -> Any:
                 output = run()
-                watch.seed(tensors_in(output), known)
+                of_loss = self.loss_fn is None  # which watches of losses look at
+                watch.seed(tensors_in(output), without_numbers(known) if of_loss else known)
                 return output
 
             loss = self._loss(seeded, 0, inputs, target)

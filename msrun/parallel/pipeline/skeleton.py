@@ -168,7 +168,9 @@ class Skeleton:
         """Return a watch of the forward for arguments, which stand for `inputs`."""
         names = input_names(self._copy, StepBatch(*bound(self._copy, inputs), None))
         given = StepBatch(args, named, None)
-        return SampleWatch(given, samples, names=names, parts=self.parts)
+        watch = SampleWatch(given, samples, names=names, parts=self.parts)
+        watch.numbers.is_alone = True
+        return watch
 
     def adopt(self, name: str, module: nn.Module, part: nn.Module) -> None:
         """Give `part`, which stands for the opened `module`, its plain attributes, and watch them.

@@ -49,6 +49,48 @@ class Blocks(nn.Module):
         return output if self.beside is None else (output, self.beside(output))
 
 
+class Numbered(Blocks):
+    """Returns a number beside the output, in which the loss is linear."""
+
+    def __init__(self, number):
+        super().__init__(lambda x: x)
+        self.number = number
+
+    def forward(self, x, target=None):
+        output = self.blocks(x)
+        number = self.number(output)
+        if target is not None:
+            return functional.cross_entropy(output, target) + number
+        return output, number
+
+
+def with_number(output, target):
+    return functional.cross_entropy(output[0], target) + output[1]
+
+
+def square(x):
+    return x.square().mean()
+
+
+NUMBERS = {
+    "mean": square,
+    "sum by samples": lambda x: x.square().sum() / len(x),
+    "root": lambda x: square(x).sqrt(),
+    "sum": lambda x: x.square().sum(),
+}
+
+
+def said_of_numbers(config):
+    """Return what is said of models with numbers, whose loss a function computes or the model."""
+    return {
+        name: [
+            outcome(config, Numbered(number), loss_fn=with_number)[0],
+            outcome(config, Numbered(number), has_loss=False)[0],
+        ]
+        for name, number in NUMBERS.items()
+    }
+
+
 def first(output, target):
     return functional.cross_entropy(output[0] if isinstance(output, tuple) else output, target)
 
@@ -58,7 +100,7 @@ def values(model):
     return [local_part(param).detach().clone() for param in model.parameters()]
 
 
-def outcome(config, model, *, has_loss=True, steps=1):
+def outcome(config, model, *, has_loss=True, steps=1, loss_fn=first):
     """Return the refusals and the warnings of steps, and whether weights changed."""
     rt = msrun.init(config)
     torch.manual_seed(0)
@@ -77,7 +119,7 @@ def outcome(config, model, *, has_loss=True, steps=1):
         for _ in range(steps):
             try:
                 if has_loss:
-                    rt.step(model, update, first, x, target)
+                    rt.step(model, update, loss_fn, x, target)
                 else:
                     rt.step(model, update, {"x": x, "target": target})
             except UsageError as error:
@@ -219,3 +261,12 @@ def test_a_trace_knows_what_mixes_samples(name):
     traced = trace(Blocks(between), (torch.randn(SAMPLES, WIDTH),))
     expected = mixing_functions.MIXING.get(between, "").partition(" (")[0]
     assert traced.of_whole_batch == (expected and f"{expected} (in blocks.1)")
+
+
+def test_numbers_beside_the_output_of_stages_are_followed():
+    for found in run_warm(said_of_numbers, 2, STAGES):
+        assert found["mean"] == found["sum by samples"] == [[], []]
+        assert "the loss depends on a mean over samples" in found["root"][0][0]
+        assert "the loss depends on a sum over samples" in found["sum"][0][0]
+        assert "no linear function of mean over the batch" in found["root"][1][0]
+        assert "may mean a mean or a sum over the whole batch" in found["sum"][1][0]

@@ -79,6 +79,13 @@ class Known(NamedTuple):
     mixture: Mixture | None = None
 
 
+def without_numbers(known: Sequence[Known]) -> list[Known]:
+    """Return what is known of outputs, without what is right in a loss that a model computes."""
+    numbers = [each.mixture is not None and each.mixture.of_number for each in known]
+    pairs = zip(known, numbers, strict=True)
+    return [each._replace(mixture=None) if is_number else each for each, is_number in pairs]
+
+
 def of_all_samples(known: Known) -> Known:
     """Return what is known of an output that a plan of mode auto computed of all samples."""
     return Known(known.mark and Mark(known.mark.dim))

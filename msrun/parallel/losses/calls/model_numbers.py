@@ -57,14 +57,19 @@ class ModelNumbers:
     def note(self, call: TorchCall, outcome: Outcome) -> None:
         """Note a mean or a sum over samples that `call` returned."""
         if self.is_alone and isinstance(outcome, Mark) and outcome.statistic:
-            self._statistics.add(outcome.statistic)
+            self.take(outcome)
             is_new = not any(mark.statistic for mark in call.marks.values())
             if is_new and call.name not in MEANS and not outcome.is_extreme:
                 self._note_sum(outcome.statistic, call.result)
 
+    def take(self, mark: Mark | None) -> None:
+        """Note that a model computed what `mark` has."""
+        if mark and mark.statistic:
+            self._statistics.add(mark.statistic)
+
     def _note_sum(self, name: str, result: Tensor) -> None:
         if (node := grad_fn_of(result)) is not None and not is_own_call():
-            mixture = Mixture(name, _HINT, unless_counted=True)
+            mixture = Mixture(name, _HINT, unless_counted=True, of_number=True)
             self._sums.append((mixture, node_of(node, result.output_nr)))
 
     def add_up(self, name: str) -> None:
