@@ -40,7 +40,8 @@ _VIEWS = """
     expand broadcast_to view_as_real view_as_complex split_with_sizes
 """
 _MAKING_VIEWS = frozenset(_VIEWS.split())
-_PRODUCTS = frozenset(["matmul", "__matmul__", "__rmatmul__"])
+_PRODUCTS = frozenset(["matmul", "__matmul__", "__rmatmul__", "bmm"])
+_MATRIX = 2  # dims
 
 
 def is_writing(name: str, kwargs: dict[str, Any]) -> bool:
@@ -67,11 +68,22 @@ def has_plain(args: tuple[Any, ...], kwargs: Mapping[str, Any]) -> bool:
 def has_no_layout(name: str, args: tuple[Any, ...], kwargs: Mapping[str, Any]) -> bool:
     """Return whether torch has no layout of a result of a function that otherwise has one.
 
-    Those are a product with a vector whose sum is divided, and the places where a mask is true.
+    Those are a product with a vector whose sum is divided, one of batches of matrices of which
+    several axes shard a dim, and the places where a mask is true.
     """
     if name == "where":
         return len(args) + len(kwargs) == 1
-    return name in _PRODUCTS and any(x.dim() == 1 for x in args if isinstance(x, Tensor))
+    return name in _PRODUCTS and any(
+        x.dim() == 1 or (x.dim() > _MATRIX and _is_strided(x))
+        for x in args
+        if isinstance(x, Tensor)
+    )
+
+
+def _is_strided(x: Tensor) -> bool:
+    """Return whether several mesh axes shard a dim of `x`."""
+    placements = x.placements if isinstance(x, DTensor) else ()
+    return any((torch_compat.parts_before(placement) or 1) > 1 for placement in placements)
 
 
 def makes_view(name: str, args: tuple[Any, ...]) -> bool:

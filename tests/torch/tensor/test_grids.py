@@ -96,6 +96,42 @@ def test_a_grid_learns_what_one_process_learns(curves, name):
     assert_equal_curves(curves[name], oracle(CASES[name][2]))
 
 
+class ByHand(nn.Module):
+    """Attention without the function of torch."""
+
+    def __init__(self):
+        super().__init__()
+        self.q, self.k, self.v, self.o = (nn.Linear(16, 16) for _ in range(4))
+
+    def forward(self, x):
+        heads = [f(x).unflatten(2, (4, 4)).transpose(1, 2) for f in (self.q, self.k, self.v)]
+        q, k, v = heads
+        found = (q @ k.mT).softmax(-1) @ v
+        return self.o(found.transpose(1, 2).flatten(2))
+
+
+def learned_by_hand(config):
+    """Return losses of steps with batches of several sizes."""
+    with msrun.init(config) as rt:
+        torch.manual_seed(0)
+        model = rt.shard(ByHand())
+        optimizer = rt.optimizer(torch.optim.SGD(model.parameters(), lr=0.1))
+        draw = torch.Generator().manual_seed(1)
+        losses = []
+        for samples in (2, 3):
+            x, y = torch.randn(2, samples, 5, 16, generator=draw)
+            losses.append(rt.step(model, optimizer, functional.mse_loss, x, y).item())
+        return losses
+
+
+def test_attention_by_hand_with_heads_over_two_axes_is_that_of_one_process():
+    (expected,) = run_warm(learned_by_hand, 1, {})
+    rules = [{"match": name, "style": "2d", "axes": ["x", "y"]} for name in "qkv"]
+    rules.append({"match": "o", "style": "2d", "axes": ["y", "x"]})
+    for found in run_warm(learned_by_hand, 4, {"mesh": {"x": 2, "y": 2}, "plan": rules}):
+        assert found == pytest.approx(expected, abs=1e-5)
+
+
 class Received(TorchDispatchMode):
     """Counts the bytes that a rank receives of activations and weights.
 
