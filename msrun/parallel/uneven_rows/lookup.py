@@ -64,6 +64,12 @@ def _divide(name: str, module: nn.Module, plan: ModulePlan, mesh: DeviceMesh, gu
             f"{plan.key}.rows: {name} ({type(module).__name__}) has a forward of its own, and rows "
             "are for those of nn.Embedding and nn.EmbeddingBag"
         )
+    if isinstance(module, nn.EmbeddingBag) and module.scale_grad_by_freq:
+        raise ModelError(
+            f"{plan.key}.rows: {name} scales gradients of bags by how often a row is read, for "
+            "which torch has other counts than ranks with rows",
+            hint="use nn.Embedding, and sum or average what it returns",
+        )
     table: Any = module.weight
     if any(torch_compat.gradient_hooks(table)):
         raise ModelError(

@@ -230,6 +230,11 @@ def limited():
     return nn.ModuleDict({"table": nn.Embedding(64, 5, max_norm=1.0)})
 
 
+def counted_bags():
+    bags = nn.EmbeddingBag(64, 5, mode="sum", scale_grad_by_freq=True)
+    return nn.ModuleDict({"table": bags})
+
+
 def shifted():
     model = build("fields")
     model.table = Shifted(64, WIDTH)
@@ -251,6 +256,7 @@ REFUSED = {
     ),
     "verify": (TP2 | {"verify": 1}, fields, IDS),
     "max norm": (TP2, limited, IDS),
+    "counted bags": (TP2, counted_bags, IDS),
     "id": (TP2, fields, IDS.flip(1)),
     "fields": (TP2, fields, IDS[:, :3]),
 }
@@ -271,6 +277,8 @@ SAID = {
     "verify": "parallel.verify: one process has no part of the rows of table "
     "(parallel.plan[0].rows)",
     "max norm": "table: max_norm writes the rows that a rank reads, and other ranks keep them",
+    "counted bags": "parallel.plan[0].rows: table scales gradients of bags by how often a row is "
+    "read, for which torch has other counts than ranks with rows",
     "id": "table: id 60 of field 0 is not of its rows, 0 to 29",
     "fields": "table: ids of shape (8, 3) have no number of fields, in their last dim, that 2 "
     "ranks divide",
