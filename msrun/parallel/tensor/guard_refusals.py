@@ -10,7 +10,7 @@ from __future__ import annotations
 
 import functools
 import weakref
-from collections.abc import Iterable, Mapping
+from collections.abc import Iterable, Mapping, Sequence
 from types import EllipsisType
 from typing import Any, NamedTuple
 
@@ -74,16 +74,17 @@ def has_no_layout(name: str, args: tuple[Any, ...], kwargs: Mapping[str, Any]) -
     if name == "where":
         return len(args) + len(kwargs) == 1
     return name in _PRODUCTS and any(
-        x.dim() == 1 or (x.dim() > _MATRIX and _is_strided(x))
+        x.dim() == 1 or (x.dim() > _MATRIX and _is_of_several(x))
         for x in args
         if isinstance(x, Tensor)
     )
 
 
-def _is_strided(x: Tensor) -> bool:
+def _is_of_several(x: Tensor) -> bool:
     """Return whether several mesh axes shard a dim of `x`."""
-    placements = x.placements if isinstance(x, DTensor) else ()
-    return any((torch_compat.parts_before(placement) or 1) > 1 for placement in placements)
+    placements: Sequence[Any] = x.placements if isinstance(x, DTensor) else ()
+    dims = [each.dim for each in placements if torch_compat.parts_before(each) is not None]
+    return len(dims) > len(set(dims))
 
 
 def makes_view(name: str, args: tuple[Any, ...]) -> bool:
