@@ -15,7 +15,6 @@ from typing import Any
 from torch import Tensor
 
 from msrun.parallel.losses.calls.marks import Mark, Mixture, Outcome, TorchCall
-from msrun.parallel.losses.calls.torch_losses import LOSS_NAMES
 from msrun.parallel.losses.notes import grad_fn_of, node_of
 from msrun.parallel.losses.torch_calls import MEANS, is_own_call
 
@@ -46,13 +45,12 @@ class ModelNumbers:
         finally:
             self.is_alone = False
 
-    def looked_at(self, call: TorchCall, outcome: Outcome) -> Outcome:
-        """Return `outcome` of `call`, unless it is what a `LossWatch` knows better."""
+    def looked_at(self, outcome: Outcome) -> Outcome:
+        """Return `outcome`, unless it is what a `LossWatch` knows better."""
         if self.is_alone or outcome is None:
             return outcome
-        if isinstance(outcome, Mark):
-            return None if outcome.statistic and call.name in LOSS_NAMES else outcome
-        return outcome if not outcome.of_number or outcome.name in self._statistics else None
+        is_known = isinstance(outcome, Mark) or not outcome.of_number
+        return outcome if is_known or outcome.name in self._statistics else None
 
     def note(self, call: TorchCall, outcome: Outcome) -> None:
         """Note a mean or a sum over samples that `call` returned."""

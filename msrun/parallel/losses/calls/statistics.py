@@ -39,10 +39,9 @@ def of_statistic(call: TorchCall, statistic: str) -> Mixture:
 
 
 def of_targets(call: TorchCall, mark: Mark) -> Outcome:
-    """Return what is known of a loss of samples, one number: a sum, or a mean over targets."""
-    how = reduction_of(dict(call.kwargs))
-    if how != "mean":
-        return _statistic(call) if how == "sum" else None
+    """Return what is known of a loss of samples, one number: a mean over targets."""
+    if reduction_of(dict(call.kwargs)) != "mean":
+        return None
     if mark.is_chosen:
         return Mixture(f"the {call.name} of chosen samples{call.line()}", of_number=True)
     target = call.value(1, "target")

@@ -38,7 +38,6 @@ _OTHERS = (
     functional.triplet_margin_with_distance_loss,
 )
 LOSSES = frozenset(BY_CLASS + BY_ELEMENT + _OTHERS)
-LOSS_NAMES = frozenset(loss.__name__ for loss in LOSSES)
 
 
 def reduction_of(options: dict[str, Any]) -> str:

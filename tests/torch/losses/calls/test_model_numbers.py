@@ -72,7 +72,6 @@ WRONG = {
     "mean of chosen by their numbers": lambda p: p[torch.where(chosen(p))[0]].square().mean(),
     "factor": lambda p: p[chosen(p).nonzero()[:, 0]].sum() / len(p) * chosen(p).nonzero().shape[0],
     "targets that count": lambda p: functional.cross_entropy(p, torch.where(chosen(p), 1, -100)),
-    "sum of losses": lambda p: functional.cross_entropy(p, p.argmax(1), reduction="sum"),
     "correlations": lambda p: torch.corrcoef(p.T)[0, 1],
     "distances": lambda p: functional.pdist(p).mean(),
 }
