@@ -49,8 +49,9 @@ class ModelNumbers:
         """Return `outcome`, unless it is what a `LossWatch` knows better."""
         if self.is_alone or outcome is None:
             return outcome
-        is_known = isinstance(outcome, Mark) or not outcome.of_number
-        return outcome if is_known or outcome.name in self._statistics else None
+        if isinstance(outcome, Mark) or not outcome.of_number:
+            return outcome
+        return outcome if outcome.name in self._statistics else None
 
     def note(self, call: TorchCall, outcome: Outcome) -> None:
         """Note a mean or a sum over samples that `call` returned."""
