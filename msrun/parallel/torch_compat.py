@@ -17,7 +17,7 @@ from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import AbstractContextManager, contextmanager, nullcontext, redirect_stderr
 from functools import cache, lru_cache, partial, wraps
 from pathlib import Path
-from types import CodeType, FrameType, SimpleNamespace
+from types import CodeType, FrameType, FunctionType, SimpleNamespace
 from typing import TYPE_CHECKING, Any, NamedTuple
 
 import torch
@@ -1805,21 +1805,34 @@ def watch_written_views(keep: Callable[[Any, Any], None]) -> None:
     # Where C++ dispatches, it calls the first for functions that write; older torch has the other.
     tail_name = "_dispatch_fast_path_python_tail"
     name = tail_name if hasattr(dispatcher, tail_name) else "dispatch"
-    plain = getattr(dispatcher, name)
+    function: Any = getattr(type(dispatcher), name)
+    plain = _copied(function)
 
     def tail(operator: Any, args: tuple[Any, ...], kwargs: dict[str, Any], *rest: Any) -> Any:
-        result = plain(operator, args, kwargs, *rest)
+        result = plain(dispatcher, operator, args, kwargs, *rest)
         for written in _written(operator, args, kwargs):
             if (base := lost_base(written)) is not None:
                 keep(written, base)
         return result
 
-    setattr(dispatcher, name, tail)
+    dispatcher.msrun_tail = tail
+    # C++ looks the method up once, at the first write to a DTensor, which may have been before.
+    function.__code__ = _to_tail.__code__
     # As `param[0] = 1.0` has it.
     fill = torch.ops.aten.fill_
     dispatcher._custom_op_handlers[fill.Tensor] = lambda _, args, __: fill.Scalar(  # noqa: SLF001
         args[0], args[1].item()
     )
+
+
+def _copied(function: Any) -> Any:
+    """Return a function of the same code."""
+    code, values = function.__code__, function.__globals__
+    return FunctionType(code, values, function.__name__, function.__defaults__)
+
+
+def _to_tail(self: Any, *args: Any) -> Any:
+    return self.msrun_tail(*args)
 
 
 def replace_refused(names: str, compute: Callable[..., Any]) -> None:

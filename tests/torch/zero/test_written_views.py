@@ -2,8 +2,10 @@
 
 import pytest
 import torch
-from ranks import run_warm
+from ranks import run_ranks, run_warm
 from torch import nn
+from torch.distributed.device_mesh import init_device_mesh
+from torch.distributed.tensor import Shard, distribute_tensor
 
 import msrun
 from msrun.parallel.local import full_tensor
@@ -79,5 +81,20 @@ def test_what_is_written_to_a_view_is_that_of_one_process(config):
     expected = run_warm(written, 1, {})[0]
 
     for found in run_warm(written, 2, config):
+        for name, values in expected.items():
+            torch.testing.assert_close(found[name], values, msg=lambda text, name=name: name + text)
+
+
+def written_after_a_dtensor():
+    """Return the same of a script that has written a DTensor before `rt.shard`."""
+    mesh = init_device_mesh("cpu", (2,))
+    distribute_tensor(torch.ones(4, 4), mesh, [Shard(0)]).mul_(2)
+    return written(CONFIGS["tp"])
+
+
+def test_a_script_may_have_written_a_dtensor_before():
+    expected = run_warm(written, 1, {})[0]
+
+    for found in run_ranks(written_after_a_dtensor, 2):
         for name, values in expected.items():
             torch.testing.assert_close(found[name], values, msg=lambda text, name=name: name + text)
