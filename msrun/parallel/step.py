@@ -286,10 +286,10 @@ def _train(
     known = context.batch.current.samples if len(parts) == 1 else 0
     # A rank whose loss needs no gradient may skip its backward pass: the reducer still takes part.
     # Not where ZeRO gathers in it, experts exchange tokens, or ranks share the rows of an image.
-    must_join = sharded.order is not None or sharded.exchanges_tokens
-    may_skip = ranks.size > 1 and not must_join and context.images is None
+    may_skip = ranks.size > 1 and not (sharded.order or sharded.exchanges_tokens or context.images)
     looks = looks and _may_look(sharded, tally, len(parts), known)
-    compute = partial(_loss, sharded.model(), tally, loss_fn, is_planned=sharded.has_fixed_shapes)
+    model = sharded.decisions.values.followed(sharded.model())
+    compute = partial(_loss, model, tally, loss_fn, is_planned=sharded.has_fixed_shapes)
     absent = 0  # parts whose loss depends on no output
     sharded.decisions.begin(ranks.group, context.device, len(parts))
     for index, part in enumerate(parts):

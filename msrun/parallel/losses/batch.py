@@ -106,6 +106,11 @@ def like(value: tuple[Any, ...] | list[Any], items: list[Any]) -> Any:
     return type(value)(*items) if hasattr(value, "_fields") else type(value)(items)
 
 
+def samples_of(batch: Sequence[Tensor]) -> int:
+    """Return how many samples a batch has, in the first dim of its first tensor with dims."""
+    return next((len(tensor) for tensor in batch if tensor.dim()), 0)
+
+
 def tensors_in(value: Any) -> list[Tensor]:
     """Return the tensors in `value`, in order."""
     if isinstance(value, Tensor):

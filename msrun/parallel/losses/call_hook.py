@@ -9,7 +9,7 @@ from typing import Any
 import torch
 from torch import nn
 
-from msrun.parallel.torch_compat import is_transforming
+from msrun.parallel.torch_compat import is_compiled, is_compiled_in_place, is_transforming
 
 
 class CallHook:
@@ -48,6 +48,11 @@ def weakly(method: Callable[[], None]) -> Callable[..., None]:
 def trains(model: nn.Module) -> bool:
     """Return whether a call of `model` is one in training, of tensors with values."""
     return model.training and torch.is_grad_enabled() and not is_transforming()
+
+
+def has_compiled(model: nn.Module) -> bool:
+    """Return whether `torch.compile` was called for a module in `model`."""
+    return any(is_compiled(module) or is_compiled_in_place(module) for module in model.modules())
 
 
 def _nothing(*_: object) -> None:

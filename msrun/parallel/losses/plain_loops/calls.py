@@ -57,6 +57,7 @@ class PlainLoop:
         self._op = config.reduce.op
         self._is_of_step = False  # what was called since an optimizer stepped
         self._is_paused = False
+        self._following: list[contextlib.ExitStack] = []  # of calls that run
         self._counts: SampleCounts | None = None
         self._has_counted = False  # what the model counts, in its first call
         is_verified = bool(config.verify)
@@ -68,9 +69,13 @@ class PlainLoop:
             return loop is not None and loop.sees(called) and called is watched()
 
         def begin(called: nn.Module, args: tuple[Any, ...], kwargs: Mapping[str, Any]) -> None:
+            self._following.append(stack := contextlib.ExitStack())
             if calls(called):
                 self._begin_count(called)
-                losses.begin_call(called, tensors_in([args, kwargs]), mixes=not is_verified)
+                batch = tensors_in([args, kwargs])
+                if not losses.begin_call(called, batch, mixes=not is_verified):
+                    following = self._decisions.values.following_model(called, batch)
+                    stack.enter_context(following)
             elif called is watched() and is_differentiated(called):
                 losses.warn_of_transforms()
 
@@ -81,6 +86,9 @@ class PlainLoop:
                 self._end_count(called, batch)
 
         nn.Module.register_forward_pre_hook(model, CallHook(begin), with_kwargs=True)
+        # Modes end in turn: that of the hooks below begins later.
+        left = CallHook(self._end_following)
+        nn.Module.register_forward_hook(model, left, prepend=True, always_call=True)
         if not state.has_fixed_shapes:  # a plan of mode auto decides for all ranks
             self._decisions.watch_calls(model, self._group, self._device)
         nn.Module.register_forward_hook(model, CallHook(end), with_kwargs=True)
@@ -88,6 +96,10 @@ class PlainLoop:
     def sees(self, model: nn.Module) -> bool:
         """Return whether a call of `model` is one of a plain loop."""
         return trains(model) and not (self._decisions.is_in_step or self._is_paused)
+
+    def _end_following(self, *_: Any) -> None:
+        if self._following:  # else a hook before ours raised
+            self._following.pop().close()
 
     def _begin_count(self, model: nn.Module) -> None:
         if not self._has_counted:
@@ -123,6 +135,7 @@ class PlainLoop:
             self._is_of_step = False
             return
         self._decisions.settle_calls()
+        self._decisions.values.settle_calls(self._group, self._device)
         self._losses.settle(self._group, self._device, self._op)
 
 

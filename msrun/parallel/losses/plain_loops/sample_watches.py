@@ -9,6 +9,7 @@ from typing import Any
 from torch import Tensor
 from torch.overrides import TorchFunctionMode
 
+from msrun.parallel.losses.batch import samples_of
 from msrun.parallel.losses.sample_watch import SampleWatch
 
 
@@ -49,8 +50,3 @@ class SampleWatches(TorchFunctionMode):
         for watch in self.watches.values():
             run = functools.partial(watch.see, func, run)
         return run(*args, **(kwargs or {}))
-
-
-def samples_of(batch: Sequence[Tensor]) -> int:
-    """Return how many samples a batch has, in the first dim of its first tensor with dims."""
-    return next((len(tensor) for tensor in batch if tensor.dim()), 0)

@@ -38,7 +38,8 @@ from msrun.parallel.config import ROOT
 from msrun.parallel.exchange import messages
 from msrun.parallel.foreach.values import refused_penalties
 from msrun.parallel.local import full_tensor, is_sharded
-from msrun.parallel.losses.batch import tensors_in
+from msrun.parallel.losses.batch import samples_of, tensors_in
+from msrun.parallel.losses.call_hook import has_compiled
 from msrun.parallel.losses.calls.unknown import warn_of_unknown
 from msrun.parallel.losses.decided.outside_values import (
     OutsideValue,
@@ -49,7 +50,7 @@ from msrun.parallel.losses.decided.outside_values import (
 from msrun.parallel.losses.linearity import derivatives
 from msrun.parallel.losses.linked_terms import forget
 from msrun.parallel.losses.own_gradients import is_gradient
-from msrun.parallel.losses.plain_loops.sample_watches import SampleWatches, samples_of
+from msrun.parallel.losses.plain_loops.sample_watches import SampleWatches
 from msrun.parallel.losses.plain_loops.sums import (
     Weight,
     backward_pairs,
@@ -63,8 +64,6 @@ from msrun.parallel.losses.watch import LossWatch
 from msrun.parallel.torch_compat import (
     add_mode_below,
     eagerly,
-    is_compiled,
-    is_compiled_in_place,
     is_tracing,
     remove_mode,
 )
@@ -109,19 +108,24 @@ class PlainLosses:
         # Models that return no loss: after a first call, functions inside are left alone.
         self._without_loss: weakref.WeakSet[nn.Module] = weakref.WeakSet()
 
-    def begin_call(self, model: nn.Module, batch: Sequence[Tensor], *, mixes: bool) -> None:
+    def begin_call(self, model: nn.Module, batch: Sequence[Tensor], *, mixes: bool) -> bool:
         """Look from now on: a model is called in training.
 
         Args:
             model: The model.
             batch: Tensors that it gets.
             mixes: Whether to look at the first step for what mixes samples.
+
+        Returns:
+            Whether functions of this call are looked at.
         """
         self._tell_gradients()
-        if self._is_due(model) and (self._steps == 0 or model not in self._without_loss):
+        looks = self._is_due(model) and (self._steps == 0 or model not in self._without_loss)
+        if looks:
             window = self._look(batch)
             if mixes and self._steps == 0:
                 window.look_for_mixtures(batch)
+        return looks
 
     def end_call(self, model: nn.Module, batch: Sequence[Tensor], output: Any) -> None:
         """Take the output of `model` for the batch of what follows, but for a loss."""
@@ -138,7 +142,7 @@ class PlainLosses:
     def _is_due(self, model: nn.Module) -> bool:
         if self._has_ended:
             return False
-        return self._is_regular() or (self._follows_data and not _has_compiled(model))
+        return self._is_regular() or (self._follows_data and not has_compiled(model))
 
     def _is_regular(self) -> bool:
         """Return whether ranks look at this step whatever they found before."""
@@ -147,7 +151,7 @@ class PlainLosses:
     def _look(self, batch: Sequence[Tensor]) -> _Window:
         if self._window is None or self._window.has_ended:
             self._close()
-            outside = OutsideValues(samples_of(batch)) if self._is_regular() else None
+            outside = OutsideValues(samples_of(batch), batch) if self._is_regular() else None
             self._window = _Window(batch, self._note, self._note_gradients, outside)
             self._open.enter_context(eagerly())
             self._open.enter_context(_below(self._window))
@@ -342,7 +346,7 @@ class _Window(TorchFunctionMode):
             self._problem = error
         else:
             if self.outside and not self.has_ended:
-                self.outside.follow(func, args, result)
+                self.outside.follow(func, args, kwargs, result)
             return result
         return func(*args, **kwargs)
 
@@ -426,10 +430,6 @@ def _below(mode: TorchFunctionMode) -> Iterator[None]:
 def _is_released(param: Parameter) -> bool:
     is_empty = param.numel() > 0 and not param.untyped_storage().size()
     return is_empty and not is_sharded(param)
-
-
-def _has_compiled(model: nn.Module) -> bool:
-    return any(is_compiled(module) or is_compiled_in_place(module) for module in model.modules())
 
 
 def _weights(terms: Sequence[Term], loss: Tensor) -> list[Weight]:
