@@ -326,6 +326,7 @@ class Runtime:
             if not state.is_pipeline:
                 state.batches.watch(model)
                 self._plain_losses = losses = self._plain_losses or PlainLosses()
+                losses.begin_again()
                 watch = losses, self.config, self.context
                 state.plain_loop = watch_plain_loop(model, state, *watch)
 

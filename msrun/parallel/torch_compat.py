@@ -1013,7 +1013,7 @@ def compiled_again() -> AbstractContextManager[None]:
 @contextmanager
 def _normally() -> Iterator[None]:
     """Have functions of `torch.compile` run compiled, inside, unseen by watches."""
-    with torch.compiler.set_stance("default"), _unwatched():
+    with torch.compiler.set_stance("default"), unwatched():
         yield
 
 
@@ -1126,7 +1126,7 @@ def is_watched() -> bool:
 
 
 @contextmanager
-def _unwatched() -> Iterator[None]:
+def unwatched() -> Iterator[None]:
     """Leave function modes that only watch."""
     modes = active_modes()
     kept = [mode for mode in modes if not getattr(mode, "is_watch", False)]

@@ -360,6 +360,36 @@ def test_a_loss_of_each_sample_counts_its_targets_on_all_ranks():
         assert "may mean a mean or a sum over the whole batch" in said[1]
 
 
+class Losing(Text):
+    """Computes its loss, of targets some of which are ignored."""
+
+    def forward(self, words, target):
+        return loss_fn(super().forward(words), target)
+
+
+def losses_of_model(config, *, is_passed):
+    with msrun.init(config) as rt:
+        model = rt.shard(build(Losing))
+        optimizer = rt.optimizer(torch.optim.SGD(model.parameters(), lr=0.1))
+        x, y = batches()[0]
+        x, y = (t.chunk(rt.layout.size("dp"))[rt.coordinate.get("dp", 0)] for t in (x, y))
+        batch = ({"words": x, "target": y},)
+        if is_passed:  # as any number, of which none knows how many targets count
+            y = y.clamp(min=0)
+            batch = lambda loss, _: loss, x, y, y
+        return [rt.step(model, optimizer, *batch).item() for _ in range(2)]
+
+
+@pytest.mark.parametrize(
+    ("name", "is_passed"), [("dp 2, cp 2", False), ("accumulate 2", False), ("cp 2", True)]
+)
+def test_a_model_that_computes_its_loss_counts_targets_on_all_ranks(name, is_passed):
+    (expected,) = run_warm(partial(losses_of_model, is_passed=is_passed), 1, {})
+    ranks, config = CONFIGS[name]
+    for losses in run_warm(partial(losses_of_model, is_passed=is_passed), ranks, config):
+        assert losses == pytest.approx(expected, abs=1e-10)
+
+
 def evaluated():
     """Return outputs of whole sequences, a gradient of a plain loop, and what is refused."""
     with msrun.init(TWO) as rt:

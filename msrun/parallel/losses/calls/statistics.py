@@ -9,7 +9,7 @@ from msrun.parallel.losses.calls.marks import Mark, Mixture, Outcome, TorchCall
 from msrun.parallel.losses.calls.torch_losses import reduction_of
 from msrun.parallel.losses.mixing import dims_of
 from msrun.parallel.losses.torch_calls import over_samples
-from msrun.parallel.torch_compat import is_fake
+from msrun.parallel.torch_compat import is_fake, unwatched
 
 _BY_CLASS = frozenset(["cross_entropy", "nll_loss"])
 Kind = Literal["mean", "sum", "extreme", "opaque"]
@@ -48,7 +48,8 @@ def of_targets(call: TorchCall, mark: Mark) -> Outcome:
     counts = call.name in _BY_CLASS and not is_fake(target) and not target.is_floating_point()
     if not counts:
         return None
-    ignored = bool((target == call.kwargs.get("ignore_index", -100)).any())
+    with unwatched():  # a watch of sequences would take it for a decision of the model
+        ignored = bool((target == call.kwargs.get("ignore_index", -100)).any())
     if not ignored and call.kwargs.get("weight") is None:
         return None
     return Mixture(f"the mean over targets that count{call.line()}", of_number=True)

@@ -38,7 +38,8 @@ from msrun.parallel.torch_compat import eagerly
 _ARITHMETIC = frozenset(["add", "sub", "mul", "div", "true_divide", "pow"])
 _ARITHMETIC |= {f"{kind}{name}" for kind in "ri" for name in ("add", "sub", "mul", "truediv")}
 _ARITHMETIC |= {"truediv"}
-_PRODUCTS = frozenset(["matmul", "mm", "linear", "rmatmul"])
+_PRODUCTS = frozenset(["matmul", "mm", "linear", "rmatmul", "einsum", "tensordot", "inner"])
+_PRODUCTS |= {"cdist", "cosine_similarity"}
 # They fill a tensor with what is of no sample.
 _FILLING = frozenset(["zero_", "fill_", "normal_", "uniform_", "bernoulli_", "random_"])
 _FILLING |= {"exponential_", "log_normal_", "cauchy_", "geometric_"}

@@ -7,7 +7,7 @@ targets of a rank with few of them weigh more, and in one process all weigh the 
 divides by the count of all ranks.  A script has divided already when it calls `backward`, so here
 ranks compare and all refuse before the optimizer steps.
 
-From a call of the model in training until an optimizer steps, a `_Window` is among the function
+From a call of the model in training until an optimizer steps, a `Window` is among the function
 modes of the thread.  It has a `LossWatch`, which leaves a term for each mean and each sum, and sees
 `Tensor.backward` and `torch.autograd.backward`: of each loss that these get, the derivative by a
 mean, over its count, is what an element weighs.  Outputs of the model are new to the watch, unless
@@ -24,20 +24,18 @@ from __future__ import annotations
 import contextlib
 import warnings
 import weakref
-from collections.abc import Callable, Iterable, Iterator, Sequence
+from collections.abc import Iterator, Sequence
 from typing import Any, Literal
 
 import torch
 import torch.distributed as dist
 from torch import Tensor, nn
-from torch.nn import Parameter
 from torch.overrides import TorchFunctionMode
 
 from msrun.errors import ModelError
 from msrun.parallel.config import ROOT
 from msrun.parallel.exchange import messages
-from msrun.parallel.foreach.values import refused_penalties
-from msrun.parallel.local import full_tensor, is_sharded
+from msrun.parallel.local import full_tensor
 from msrun.parallel.losses.batch import samples_of, tensors_in
 from msrun.parallel.losses.call_hook import has_compiled
 from msrun.parallel.losses.calls.unknown import warn_of_unknown
@@ -48,23 +46,18 @@ from msrun.parallel.losses.decided.outside_values import (
     unlike_outside,
 )
 from msrun.parallel.losses.linearity import derivatives
-from msrun.parallel.losses.linked_terms import forget
-from msrun.parallel.losses.own_gradients import is_gradient
-from msrun.parallel.losses.plain_loops.sample_watches import SampleWatches
 from msrun.parallel.losses.plain_loops.sums import (
     Weight,
-    backward_pairs,
     kind_of,
     unlike_number,
     unlike_ranks,
     weights_by,
 )
+from msrun.parallel.losses.plain_loops.window import Window
 from msrun.parallel.losses.terms import Term
-from msrun.parallel.losses.watch import LossWatch
 from msrun.parallel.torch_compat import (
     add_mode_below,
     eagerly,
-    is_tracing,
     remove_mode,
 )
 
@@ -81,13 +74,6 @@ _TRANSFORMED = (
     "gradients that torch.func takes by parameters in this loop are those of this rank's samples"
 )
 _GRADIENTS_HINT = "call backward(), or average them with rt.mean_over_data"
-_COLLECTIVES = dist.all_reduce.__module__
-_UNUSED = "not have been used in the graph"  # torch's sentence
-_DIVIDED = (
-    "torch.autograd.grad is asked for gradients by parameters that ZeRO has divided, and the "
-    "forward computed with gathered ones"
-)
-_DIVIDED_HINT = f"call backward(), or choose `{ROOT}: {{optimizer: {{zero: 0}}}}`"
 
 
 class PlainLosses:
@@ -98,7 +84,7 @@ class PlainLosses:
         self._is_paused = self._has_ended = False
         self._has_gradients = False  # by parameters, which nothing has averaged
         self._follows_data = False
-        self._window: _Window | None = None
+        self._window: Window | None = None
         self._open = contextlib.ExitStack()
         self._found: list[list[Weight]] = []
         self._outside: list[OutsideValue] = []
@@ -127,6 +113,11 @@ class PlainLosses:
                 window.look_for_mixtures(batch)
         return looks
 
+    def begin_again(self) -> None:
+        """Look as at the first step, in which another model is new to a script."""
+        self._steps = 0
+        self._has_told = self._has_told_outside = False
+
     def end_call(self, model: nn.Module, batch: Sequence[Tensor], output: Any) -> None:
         """Take the output of `model` for the batch of what follows, but for a loss."""
         if not self._is_due(model):
@@ -148,11 +139,11 @@ class PlainLosses:
         """Return whether ranks look at this step whatever they found before."""
         return is_looked_at(self._steps + 1)
 
-    def _look(self, batch: Sequence[Tensor]) -> _Window:
+    def _look(self, batch: Sequence[Tensor]) -> Window:
         if self._window is None or self._window.has_ended:
             self._close()
             outside = OutsideValues(samples_of(batch), batch) if self._is_regular() else None
-            self._window = _Window(batch, self._note, self._note_gradients, outside)
+            self._window = Window(batch, self._note, self._note_gradients, outside)
             self._open.enter_context(eagerly())
             self._open.enter_context(_below(self._window))
         return self._window
@@ -268,156 +259,6 @@ class PlainLosses:
         self._open.close()
 
 
-class _Window(TorchFunctionMode):
-    """While it is among the modes of a thread, its watches see functions of torch.
-
-    Args:
-        batch: Tensors that the model gets.
-        note: Gets each loss that is about to be differentiated.
-        note_gradients: Called when gradients by parameters are taken, and when ranks reduce.
-        outside: Follows values that are of no sample; None if nobody does.
-
-    Attributes:
-        has_ended: Whether a backward pass has begun.
-        outside: As given.
-    """
-
-    is_watch = reads_graph = True
-    has_ended = False
-
-    def __init__(
-        self,
-        batch: Sequence[Tensor],
-        note: Callable[[Tensor, Tensor | None], None],
-        note_gradients: Callable[..., None],
-        outside: OutsideValues | None,
-    ) -> None:
-        super().__init__()
-        self.outside = outside
-        self._note, self._note_gradients = note, note_gradients
-        self._samples = samples_of(batch)
-        self._losses = LossWatch(samples_of(batch), inputs=batch, is_beside=True)
-        self._mixtures = SampleWatches()
-        self._problem: ModelError | None = None
-        self._outputs: set[Any] = set()  # nodes of autograd
-
-    def look_for_mixtures(self, batch: Sequence[Tensor]) -> None:
-        """Look for what mixes samples of `batch`, too."""
-        self._mixtures.take(batch)
-
-    def __torch_function__(
-        self,
-        func: Callable[..., Any],
-        types: Iterable[type],
-        args: tuple[Any, ...] = (),
-        kwargs: dict[str, Any] | None = None,
-    ) -> Any:
-        """Run `func`; see the class."""
-        kwargs = kwargs or {}
-        if is_tracing() or not all(issubclass(kind, Tensor) for kind in types):
-            return func(*args, **kwargs)  # of a tracer
-        if differentiated := backward_pairs(func, args, kwargs):
-            self.has_ended = True
-            for loss, gradient in differentiated:
-                self._note(loss, gradient)
-            with refused_penalties():
-                return func(*args, **kwargs)
-        if getattr(func, "__module__", "") == _COLLECTIVES:
-            self._note_gradients(are_averaged=True)
-            for tensor in tensors_in([args, kwargs]):
-                forget(tensor)
-        if is_gradient(func):
-            with self._taking_gradients(*args, **kwargs):
-                return self._watched(func, types, args, kwargs)
-        return self._watched(func, types, args, kwargs)
-
-    def _watched(
-        self,
-        func: Callable[..., Any],
-        types: Iterable[type],
-        args: tuple[Any, ...],
-        kwargs: dict[str, Any],
-    ) -> Any:
-        try:
-            with self._mixtures if self._mixtures.watches else contextlib.nullcontext():
-                # As if it were the mode on top, which takes longer to enter.
-                result = self._losses.__torch_function__(func, types, args, kwargs)
-        except ModelError as error:  # of a loss over the samples of the part
-            self._problem = error
-        else:
-            if self.outside and not self.has_ended:
-                self.outside.follow(func, args, kwargs, result)
-            return result
-        return func(*args, **kwargs)
-
-    @contextlib.contextmanager
-    def _taking_gradients(self, outputs: Any, inputs: Any, *_: Any, **__: Any) -> Iterator[None]:
-        """Note gradients inside of what a model returned, if they are by parameters.
-
-        Raises:
-            ModelError: The parameters are divided, and the forward computed with gathered ones.
-        """
-        params = [value for value in tensors_in(inputs) if isinstance(value, Parameter)]
-        if params and any(map(self.is_of_outputs, tensors_in(outputs))):
-            self._note_gradients(are_averaged=False)
-        try:
-            yield
-        except RuntimeError as error:
-            if _UNUSED in str(error) and any(map(is_sharded, params)):
-                raise ModelError(_DIVIDED, hint=_DIVIDED_HINT) from None
-            raise
-        # What was gathered is released behind a backward pass, and reading it ends the process.
-        if any(map(_is_released, params)):
-            raise ModelError(_DIVIDED, hint=_DIVIDED_HINT)
-
-    def take(self, tensors: Iterable[Tensor]) -> None:
-        """Let `tensors`, outputs of the model, be parts of the batch, but for a loss."""
-        for tensor in tensors:
-            self._outputs.add(tensor.grad_fn)
-            if tensor.numel() != 1:
-                self._losses.take(tensor)
-                self._losses.follow_rows(len(tensor))
-
-    def has_samples(self, loss: Tensor) -> bool:
-        """Return whether `loss` has one number for each sample."""
-        return loss.numel() == self._samples
-
-    def is_of_outputs(self, loss: Tensor) -> bool:
-        """Return whether `loss` depends on an output of a model."""
-        seen, waiting = set(), [loss.grad_fn]
-        while waiting:
-            node = waiting.pop()
-            if node is None or node in seen:
-                continue
-            if node in self._outputs:
-                return True
-            seen.add(node)
-            waiting += [before for before, _ in node.next_functions]
-        return False
-
-    def terms_of(self, loss: Tensor) -> list[Term]:
-        """Return the means and sums of which `loss` is made, but for sums of weights alone.
-
-        Raises:
-            ModelError: It depends on a number of the part that the batch has another of.
-        """
-        return [
-            term
-            for term in self._losses.terms_of(loss)
-            if not term.is_sum or self._losses.is_over_rows(term) or self.is_of_outputs(term.total)
-        ]
-
-    def mixture(self, loss: Tensor) -> ModelError | None:
-        """Return what is wrong with `loss` if it depends on mixed samples; or warn of it."""
-        for watch in self._mixtures.watches.values():
-            problem = watch.read(loss, is_cut=False)
-            if self.outside:
-                self.outside.found += watch.pairs
-            if problem:
-                return problem
-        return self._problem
-
-
 @contextlib.contextmanager
 def _below(mode: TorchFunctionMode) -> Iterator[None]:
     add_mode_below(mode)
@@ -425,11 +266,6 @@ def _below(mode: TorchFunctionMode) -> Iterator[None]:
         yield
     finally:
         remove_mode(mode)
-
-
-def _is_released(param: Parameter) -> bool:
-    is_empty = param.numel() > 0 and not param.untyped_storage().size()
-    return is_empty and not is_sharded(param)
 
 
 def _weights(terms: Sequence[Term], loss: Tensor) -> list[Weight]:
