@@ -34,6 +34,7 @@ from torch import Tensor
 from msrun.parallel.local import takes_gradients
 from msrun.parallel.losses.calls.contractions import CONTRACTIONS, contraction
 from msrun.parallel.losses.calls.extremes import along, of_extremes
+from msrun.parallel.losses.calls.joined import joined
 from msrun.parallel.losses.calls.marks import Known, Mark, Mixture, Outcome, Rule, TorchCall
 from msrun.parallel.losses.calls.sequences import over_sequence
 from msrun.parallel.losses.calls.statistics import of_statistic, of_targets, reduced
@@ -303,25 +304,6 @@ def _expanded(call: TorchCall) -> Outcome:
     return Mark(mark.dim + call.result.dim() - call.x.dim(), mark.statistic)
 
 
-def _joined(call: TorchCall) -> Outcome:
-    """`cat` and `stack`."""
-    parts = call.value(0, "tensors")
-    if not isinstance(parts, tuple | list):
-        return None
-    marks = [call.mark(part) for part in parts]
-    known = [mark for mark in marks if mark]
-    dims = {mark.dim for mark in known}
-    at = call.value(1, "dim", call.kwargs.get("axis", 0)) % call.result.dim()
-    if len(dims) > 1 or not known:
-        return None
-    dim, statistic = dims.pop(), next((mark.statistic for mark in known if mark.statistic), "")
-    if dim is None:
-        return Mark(None, statistic) if len(known) == len(parts) else None
-    if call.name == "stack":
-        return Mark(dim + (at <= dim), statistic)
-    return Mark(dim, statistic) if at != dim else None
-
-
 def _split(call: TorchCall) -> Outcome:
     """Parts along one dim."""
     mark = _own(call)
@@ -455,7 +437,7 @@ def _rules() -> dict[str, Rule]:
         "permute transpose swapaxes swapdims t T mT H mH numpy_T adjoint movedim moveaxis",
     )
     add(_expanded, "expand expand_as broadcast_to")
-    add(_joined, "cat concat concatenate stack")
+    add(joined, "cat concat concatenate stack")
     add(_split, "chunk split tensor_split narrow")
     add(_one_of_dim, "select unbind")
     add(_collected, "all_reduce wait_tensor _wrap_tensor_autograd.default")

@@ -283,7 +283,8 @@ class SampleWatch(TorchFunctionMode):
 
         def is_sample(tensor: Tensor) -> bool:
             mark = marks.get(id(tensor))
-            return mark is not None and mark.dim == 0 and not mark.is_guess
+            is_known = mark is not None and not (mark.is_guess or mark.is_joined)
+            return is_known and mark is not None and mark.dim == 0
 
         name = name_of(func)
         results = [tensor for tensor in tensors_in(result) if not tensor.is_inference()]

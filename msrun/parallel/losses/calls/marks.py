@@ -26,6 +26,7 @@ class Mark(NamedTuple):
         is_chosen: Whether its first dim has the samples that a mask chose, or their numbers, and
             `dim` is None.
         others: Inputs whose rows are in `across`.
+        is_joined: Whether `dim` has all samples several times over, one view behind the other.
     """
 
     dim: int | None
@@ -38,6 +39,7 @@ class Mark(NamedTuple):
     is_extreme: bool = False
     is_chosen: bool = False
     others: tuple[str, ...] = ()
+    is_joined: bool = False
 
 
 class Mixture(NamedTuple):

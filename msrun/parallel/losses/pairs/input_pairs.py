@@ -25,6 +25,8 @@ import torch
 from torch import Tensor
 
 from msrun.parallel.local import takes_gradients
+from msrun.parallel.losses.calls.joined import is_joined, one_of_joined
+from msrun.parallel.losses.calls.kept_pairs import kept_share
 from msrun.parallel.losses.calls.marks import Mark, Mixture, Outcome, Rule, TorchCall
 from msrun.parallel.losses.calls.orders import with_order
 from msrun.parallel.losses.notes import grad_fn_of
@@ -56,7 +58,7 @@ def outcome_of(call: TorchCall, rule: Rule = result_of) -> Outcome:
     values = tensors_of(of_values(call.name, call.args, call.kwargs))
     call = replace(call, marks={id(x): mark for x in values if (mark := call.mark(x))})
     try:
-        outcome = with_order(call, _outcome(call, rule))
+        outcome = with_order(call, _outcome(call, rule) or one_of_joined(call))
     except (TypeError, ValueError, IndexError, RuntimeError):
         return None  # a form of arguments that no rule here knows
     if not isinstance(outcome, Mark) or outcome.dim is None:
@@ -65,7 +67,8 @@ def outcome_of(call: TorchCall, rule: Rule = result_of) -> Outcome:
     of_samples = [mark for mark in marks if mark.dim is not None]
     # A dim that one of them has for certain is that of the others.
     is_guess = outcome.is_guess or (bool(of_samples) and all(x.is_guess for x in of_samples))
-    return outcome._replace(inputs=outcome.inputs or _inputs(*marks), is_guess=is_guess)
+    inputs = outcome.inputs or _inputs(*marks)
+    return outcome._replace(inputs=inputs, is_guess=is_guess, is_joined=is_joined(call, outcome))
 
 
 def input_marks(
@@ -388,6 +391,8 @@ def _along(
 
 def _may_choose_own(call: TorchCall, x: Tensor, mark: Mark) -> bool:
     """Return whether a mask or indices may leave the pairs of a sample with itself."""
+    if (kept := kept_share(call, x)) is not None and kept * call.samples > 1:
+        return False  # more than those of a sample with itself can be
     if call.name in _CHOOSING and call.name != "__getitem__":
         return True
     if call.name == "__getitem__":
