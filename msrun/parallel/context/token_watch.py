@@ -28,10 +28,10 @@ from msrun.parallel.context.token_calls import (
 from msrun.parallel.context.token_dims import PROPERTIES, place_of
 from msrun.parallel.context.token_writes import place_after, place_in
 from msrun.parallel.local import is_sharded
-from msrun.parallel.losses.calls.size_factors import FACTORS, SIZES
+from msrun.parallel.losses.calls.size_factors import FACTORS
 from msrun.parallel.losses.calls.sources import SIZE, Sources, script
 from msrun.parallel.losses.notes import PASSING, watch_numbers
-from msrun.parallel.losses.torch_calls import DIVIDING, MULTIPLYING
+from msrun.parallel.losses.torch_calls import DIVIDING, MULTIPLYING, SIZES
 from msrun.parallel.torch_compat import reads_values, viewed, write_count
 
 _LIBRARIES = (Path(torch.__file__).parent, Path(__file__).parents[2])

@@ -42,7 +42,7 @@ from msrun.parallel.losses.calls.marks import Known, Mark, Mixture, Outcome, Tor
 from msrun.parallel.losses.calls.model_numbers import ModelNumbers
 from msrun.parallel.losses.calls.orders import ORDERING
 from msrun.parallel.losses.calls.sample_notes import SampleNotes
-from msrun.parallel.losses.calls.size_factors import SIZES, SizeFactors
+from msrun.parallel.losses.calls.size_factors import SizeFactors
 from msrun.parallel.losses.calls.whole_numbers import handed_on, of_result
 from msrun.parallel.losses.decided.outside_values import OutsideValue, of_pairs
 from msrun.parallel.losses.guesses import PUTTING_BACK, guess, marks_behind, marks_of_values
@@ -68,7 +68,7 @@ from msrun.parallel.losses.pairs.input_pairs import (
 from msrun.parallel.losses.rows import RowsWatch, is_row_of_integers, takes_by
 from msrun.parallel.losses.sample_dims import has_rule, pairs_of_numbers, plain_name
 from msrun.parallel.losses.terms import is_counted
-from msrun.parallel.losses.torch_calls import KEEPING, name_of, script_line, tensors_of
+from msrun.parallel.losses.torch_calls import KEEPING, SIZES, name_of, script_line, tensors_of
 from msrun.parallel.torch_compat import local_tensor, write_count
 
 # Attributes of tensors: the number of the watch, how often it was written, and what is known.

@@ -49,6 +49,9 @@ KEEPING |= {"contiguous", "squeeze", "view", "reshape"}
 FORMING = frozenset([Tensor.flatten, torch.flatten, Tensor.view, Tensor.reshape, torch.reshape])
 FORMING |= {Tensor.contiguous, Tensor.float, Tensor.transpose, torch.transpose, Tensor.permute}
 FORMING |= {Tensor.squeeze, torch.squeeze, Tensor.unflatten}
+# The sizes of a tensor, and how many elements it has.
+_SHAPE: Any = Tensor.shape.__get__  # type: ignore[attr-defined]
+SIZES = frozenset([_SHAPE, Tensor.size, Tensor.numel, Tensor.nelement, Tensor.__len__, torch.numel])
 
 
 def name_of(func: Callable[..., Any]) -> str:

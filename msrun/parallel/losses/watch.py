@@ -107,23 +107,23 @@ class LossWatch(RowTerms):
     ) -> Any:
         """Run `func`; see the class."""
         del types
+        if func in torch_calls.SIZES:  # to read some here would tell other watches of more
+            return func(*args, **(kwargs or {}))
         if func in torch_calls.FORMING and not kwargs and self._may_form(args):
             return self._formed(args[0], func(*args))
         kwargs = kwargs or {}
         count = len(self._terms)
-        result = self._run(func, args, kwargs)
         name = torch_calls.name_of(func)
+        result = self._run(func, name, args, kwargs)
         self._batch_rows.follow(name, args, kwargs, result)
         if len(self._terms) > count:
-            new = range(count, len(self._terms))
-            self._batch_rows.note_terms(args, self._sources(args), new)
+            self._batch_rows.note_terms(args, self._sources(args), range(count, len(self._terms)))
         if self._rows and self._rows.may_follow(name):
             self._rows.follow(name, args, kwargs, tensors_in(result), self._is_of)
         return result
 
-    def _run(self, func: Callable[..., Any], args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+    def _run(self, func: Callable[..., Any], name: str, args: tuple[Any, ...], kwargs: Any) -> Any:
         """Return what `func` returns, or an equal tensor of which more is known."""
-        name = torch_calls.name_of(func)
         needs = bool(self._terms) or not self._takes_all
         sources = self._sources(torch_calls.deciding(name, args, kwargs)) if needs else NOTHING
         if func in LOSSES:

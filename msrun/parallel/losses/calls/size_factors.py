@@ -11,9 +11,6 @@ value of the whole.  Any other factor makes values that are others for the whole
 
 from __future__ import annotations
 
-from typing import Any
-
-import torch
 from torch import Tensor
 
 from msrun.parallel.local import takes_gradients
@@ -29,8 +26,6 @@ _SPACED = frozenset(["linspace", "logspace", "arange"])
 _MAKING = frozenset(["ones", "full", "new_ones", "new_full"])
 _COUNTING = frozenset(["cumsum", "cumprod"])
 _MADE = "msrun_made_rows"  # of a tensor: the watch, and which dim has as many rows as samples
-_SHAPE: Any = Tensor.shape.__get__  # type: ignore[attr-defined]
-SIZES = frozenset([_SHAPE, Tensor.size, Tensor.numel, Tensor.nelement, Tensor.__len__, torch.numel])
 _DECIDED = _SPACED | _MAKING
 _CLOSE = 1e-9
 

@@ -116,6 +116,7 @@ class PlainLosses:
     def begin_again(self) -> None:
         """Look as at the first step, in which another model is new to a script."""
         self._steps = 0
+        self._warned.clear()
         self._has_told = self._has_told_outside = False
 
     def end_call(self, model: nn.Module, batch: Sequence[Tensor], output: Any) -> None:
