@@ -371,12 +371,9 @@ def losses_of_model(config, *, is_passed):
     with msrun.init(config) as rt:
         model = rt.shard(build(Losing))
         optimizer = rt.optimizer(torch.optim.SGD(model.parameters(), lr=0.1))
-        x, y = batches()[0]
-        x, y = (t.chunk(rt.layout.size("dp"))[rt.coordinate.get("dp", 0)] for t in (x, y))
-        batch = ({"words": x, "target": y},)
-        if is_passed:  # as any number, of which none knows how many targets count
-            y = y.clamp(min=0)
-            batch = lambda loss, _: loss, x, y, y
+        x, y = (t.chunk(rt.layout.size("dp"))[rt.coordinate.get("dp", 0)] for t in batches()[0])
+        y = y.clamp(min=0) if is_passed else y  # of any number, none knows how many targets count
+        batch = (lambda loss, _: loss, x, y, y) if is_passed else ({"words": x, "target": y},)
         return [rt.step(model, optimizer, *batch).item() for _ in range(2)]
 
 

@@ -26,10 +26,10 @@ from torch import Tensor
 
 from msrun.parallel.local import takes_gradients
 from msrun.parallel.losses.calls.joined import is_joined, one_of_joined
-from msrun.parallel.losses.calls.kept_pairs import kept_share
 from msrun.parallel.losses.calls.marks import Mark, Mixture, Outcome, Rule, TorchCall
 from msrun.parallel.losses.calls.orders import with_order
 from msrun.parallel.losses.notes import grad_fn_of
+from msrun.parallel.losses.pairs.kept_pairs import kept_share
 from msrun.parallel.losses.sample_dims import is_elementwise, result_of
 from msrun.parallel.losses.torch_calls import of_values, tensors_of
 

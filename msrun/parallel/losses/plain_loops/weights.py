@@ -7,7 +7,7 @@ targets of a rank with few of them weigh more, and in one process all weigh the 
 divides by the count of all ranks.  A script has divided already when it calls `backward`, so here
 ranks compare and all refuse before the optimizer steps.
 
-From a call of the model in training until an optimizer steps, a `Window` is among the function
+From a call of the model in training until an optimizer steps, a `LoopWindow` is among the function
 modes of the thread.  It has a `LossWatch`, which leaves a term for each mean and each sum, and sees
 `Tensor.backward` and `torch.autograd.backward`: of each loss that these get, the derivative by a
 mean, over its count, is what an element weighs.  Outputs of the model are new to the watch, unless
@@ -53,7 +53,7 @@ from msrun.parallel.losses.plain_loops.sums import (
     unlike_ranks,
     weights_by,
 )
-from msrun.parallel.losses.plain_loops.window import Window
+from msrun.parallel.losses.plain_loops.window import LoopWindow
 from msrun.parallel.losses.terms import Term
 from msrun.parallel.torch_compat import (
     add_mode_below,
@@ -84,7 +84,7 @@ class PlainLosses:
         self._is_paused = self._has_ended = False
         self._has_gradients = False  # by parameters, which nothing has averaged
         self._follows_data = False
-        self._window: Window | None = None
+        self._window: LoopWindow | None = None
         self._open = contextlib.ExitStack()
         self._found: list[list[Weight]] = []
         self._outside: list[OutsideValue] = []
@@ -140,11 +140,11 @@ class PlainLosses:
         """Return whether ranks look at this step whatever they found before."""
         return is_looked_at(self._steps + 1)
 
-    def _look(self, batch: Sequence[Tensor]) -> Window:
+    def _look(self, batch: Sequence[Tensor]) -> LoopWindow:
         if self._window is None or self._window.has_ended:
             self._close()
             outside = OutsideValues(samples_of(batch), batch) if self._is_regular() else None
-            self._window = Window(batch, self._note, self._note_gradients, outside)
+            self._window = LoopWindow(batch, self._note, self._note_gradients, outside)
             self._open.enter_context(eagerly())
             self._open.enter_context(_below(self._window))
         return self._window

@@ -34,7 +34,7 @@ _DIVIDED = (
 _DIVIDED_HINT = f"call backward(), or choose `{ROOT}: {{optimizer: {{zero: 0}}}}`"
 
 
-class Window(TorchFunctionMode):
+class LoopWindow(TorchFunctionMode):
     """While it is among the modes of a thread, its watches see functions of torch.
 
     Args:
