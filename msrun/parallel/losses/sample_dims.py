@@ -319,7 +319,7 @@ def _one_of_dim(call: TorchCall) -> Outcome:
     """`select` and `unbind`: the results have one dim less."""
     mark = _own(call)
     if mark and mark.is_chosen and call.value(1, "dim", 0) == 0:
-        return call.by_position()
+        return call.by_position() if call.name == "select" else Mark(None)  # each of them
     if mark is None or mark.dim is None:
         return mark
     at = call.value(1, "dim", 0) % call.x.dim()

@@ -173,5 +173,5 @@ def test_tokens_travel_and_gradients_of_experts_do_not():
         assert sent["all_to_all_single"] > 0
     together = sum(sent["all_to_all_single"] for _, (_, sent), _ in sizes("ep"))
     pairs = 2 * tokens * choices * layers  # of both ranks
-    counts = 2 * (EXPERTS + 2) * 8 * layers  # for each expert, and bytes for each rank
+    counts = 2 * (EXPERTS + 2 * 2) * 8 * layers  # for each expert, and two for each rank
     assert together == counts + pairs * 4 * (WIDTH + 1 + WIDTH) * 2

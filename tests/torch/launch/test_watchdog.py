@@ -1,5 +1,7 @@
 """Ranks that wait for each other in different calls end with a sentence on each of them."""
 
+import threading
+
 import pytest
 import torch
 from ranks import run_ranks, run_warm
@@ -8,6 +10,7 @@ from torch import nn
 
 import msrun
 from msrun.parallel.watchdog.places import ScriptPlace, disagreement
+from msrun.parallel.watchdog.script_stack import ScriptStack
 
 pytestmark = pytest.mark.torch
 
@@ -116,6 +119,35 @@ def test_one_copy_of_a_sharded_model_may_evaluate_alone():
     assert [len(found) for found in alone] == [6, 6, 3, 3]
     for found in alone[:2]:
         assert found == pytest.approx(together, abs=1e-6)
+
+
+def seen_from_another_thread():
+    """Return what another thread sees of this one, while it waits for it and while it computes."""
+    stack, found = ScriptStack(threading.get_ident()), []
+
+    def look():
+        found.append(stack.read())
+
+    def in_look():
+        thread = threading.Thread(target=look)
+        thread.start()
+        thread.join()
+
+    in_look()
+    looks = threading.Thread(target=lambda: found.extend(stack.read() for _ in range(200)))
+    looks.start()
+    while looks.is_alive():
+        torch.ones(2).add(1)
+    return found
+
+
+def test_a_thread_sees_where_the_script_is():
+    ((waiting, *computing),) = run_warm(seen_from_another_thread, 1)
+
+    names = [each.function for each in waiting]
+    assert names.index("in_look") < names.index("seen_from_another_thread")
+    assert len(computing) == 200
+    assert all("seen_from_another_thread" in {x.function for x in each} for each in computing)
 
 
 def test_ranks_in_one_place_are_left_alone():

@@ -149,12 +149,18 @@ def _place(call: TorchCall) -> Outcome:
     return call.mixture(call.name)._replace(place="count")
 
 
+def _unique(call: TorchCall) -> Outcome:
+    """Return what is known of different values: numbers of samples are those of which some are."""
+    mark = call.mark(call.x)
+    return Mark(None, is_chosen=True) if mark and mark.is_chosen else _place(call)
+
+
 _RULES: Mapping[str, Callable[[TorchCall], Outcome]] = {
     **dict.fromkeys(["sum", "count_nonzero", "bincount", "histc"], _number),
     **dict.fromkeys(["any", "all"], _decision),
     **dict.fromkeys(["argmax", "argmin", "max", "min", "median", "nanmedian"], _best),
     **dict.fromkeys(["topk", "kthvalue", "mode"], _best),
     **dict.fromkeys(["sort", "argsort", "cumsum", "cumprod"], _place),
-    **dict.fromkeys(["unique", "unique_consecutive", "_unique2"], _place),
+    **dict.fromkeys(["unique", "unique_consecutive", "_unique2"], _unique),
 }
 _OF_COUNTS = frozenset(["bincount", "histc"])  # also where they return real numbers
