@@ -132,14 +132,14 @@ def train(kind, config, samples, schedule="1f1b"):
         pairs = zip(names, where[schedule], strict=True)
         places = {name: place for group, place in pairs for name in group}
     pipeline = {"stages": places, "microbatches": 2, "schedule": schedule}
-    rt = msrun.init({"pipeline": pipeline, **config})
     data = list(batches(samples))
+    alone = train_alone(kind, data)
+    rt = msrun.init({"pipeline": pipeline, **config})
     model = rt.shard(build(kind), sample=data[0][:2])
     update = rt.optimizer(update_of(model.parameters()))
     share, count = rt.coordinate.get("dp", 0), rt.layout.axes.get("dp", 1)
     wrong = []
-    for step, (batch, alone) in enumerate(zip(data, train_alone(kind, data), strict=True)):
-        weights, without = alone
+    for step, (batch, (weights, without)) in enumerate(zip(data, alone, strict=True)):
         x, use, target = (part.chunk(count)[share] for part in batch)
         rt.step(model, update, functional.cross_entropy, x, use, target, max_norm=0.5)
         for name, param in model.named_parameters(remove_duplicate=False):
