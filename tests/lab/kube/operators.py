@@ -37,7 +37,9 @@ class Operators:
         log = (self.folder / f"operator-{self.started}.log").open("w")
         with log:
             words = [*self.wrapper, sys.executable, "-m", "msrun", "operator", "run", *options]
+            # What a killed one leaves is in the directory of the test, as it would be in its pod.
             env = {**self.cluster.environ(), "KUBECONFIG": str(self.config)}
+            env["TMPDIR"] = str(self.folder)
             program = subprocess.Popen(words, env=env, stdout=log, stderr=log)
         self.running.append(program)
         return program
