@@ -33,7 +33,7 @@ from msrun.parallel.losses.call_hook import has_compiled
 from msrun.parallel.losses.calls.marks import Mixture
 from msrun.parallel.losses.notes import watch_numbers
 from msrun.parallel.losses.torch_calls import SIZES, name_of, of_values, script_line, tensors_of
-from msrun.parallel.torch_compat import eagerly
+from msrun.parallel.torch_compat import eagerly, is_transforming
 
 _ARITHMETIC = frozenset(["add", "sub", "mul", "div", "true_divide", "pow"])
 _ARITHMETIC |= {f"{kind}{name}" for kind in "ri" for name in ("add", "sub", "mul", "truediv")}
@@ -103,8 +103,8 @@ class OutsideValues:
         self._samples, self._is_of_loss = samples, model is None
         self._number = next(_steps)  # what was computed in another step is from outside of this one
         # Sequences come first in some models, with their samples in the second dim.
-        second = (_DIMS, _DIMS + 1)
-        self._sizes = {samples, *(len(x[0]) for x in batch if x.dim() in second and len(x))}
+        plain = [x for x in batch if not x.is_nested]
+        self._sizes = {samples, *(x.shape[1] for x in plain if x.dim() in (_DIMS, _DIMS + 1))}
         for tensor in (*batch, *(model.buffers() if model else ())):
             setattr(tensor, _MADE, self._number)
 
@@ -112,7 +112,9 @@ class OutsideValues:
         self, func: Callable[..., Any], args: Sequence[Any], kwargs: Mapping[str, Any], result: Any
     ) -> None:
         """Look at a call of `func`, which returned `result`."""
-        if func in SIZES:  # the script asks for one, and other watches would see us ask for more
+        # Where a script asks for a size, other watches would see us ask for more; and tensors in
+        # transforms of functions have no values.
+        if func in SIZES or is_transforming():
             return
         name = name_of(func)
         given = tensors_of(of_values(name, args, kwargs))
@@ -128,7 +130,7 @@ class OutsideValues:
             for tensor in results:
                 setattr(tensor, _MADE, self._number)
         plain = name.strip("_")
-        if plain in _ARITHMETIC:
+        if plain in _ARITHMETIC and results:
             self._note(plain, self._met(args, given, results))
         if plain in _PRODUCTS and given and self._is_whole(given[0]):
             self._note(plain, [x for x in given[1:] if self._is_matrix(x)])

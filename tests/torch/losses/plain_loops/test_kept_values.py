@@ -128,3 +128,39 @@ def test_what_was_kept_of_all_samples_is_right(kind, loop):
 def test_it_is_a_warning_beside_other_techniques(config):
     for _, said in run_warm(trained, 2, "vector", mean_of_rank, "step", config):
         assert len(said) == 1
+
+
+class Scaled:
+    """Another library's number, of which tensors know nothing."""
+
+    def __radd__(self, x):
+        return x * 2
+
+
+class Odd(nn.Module):
+    """Maps a function over what it keeps, and adds what is no tensor."""
+
+    def __init__(self):
+        super().__init__()
+        self.layer, self.codes, self.number = nn.Linear(6, 3), torch.eye(3), Scaled()
+
+    def forward(self, x):
+        hidden = self.layer(x) + self.number
+        near = torch.vmap(lambda code: (hidden - code).square().sum(1))(self.codes)
+        return hidden - near.min(0).values[:, None]
+
+
+def odd():
+    rt = msrun.init({})
+    torch.manual_seed(0)
+    model = rt.shard(Odd())
+    update = rt.optimizer(torch.optim.SGD(model.parameters(), lr=0.1))
+    x, y = torch.ones(8, 6).chunk(rt.world_size)[rt.rank], torch.zeros(8 // rt.world_size).long()
+    return [float(rt.step(model, update, functional.cross_entropy, x, y)) for _ in range(3)]
+
+
+def test_values_without_a_number_are_left_alone():
+    (expected,) = run_warm(odd, 1)
+
+    for losses in run_warm(odd, 2):
+        assert losses == pytest.approx(expected, abs=1e-6)
