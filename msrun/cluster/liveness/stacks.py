@@ -19,9 +19,7 @@ FUNCTION_CHARS_MAX = 60
 _GROUPS_MAX = 16
 # As faulthandler writes it.
 _FRAME = re.compile(r'  File "(?P<file>.*)", line (?P<line>[0-9]{1,9}) in (?P<function>.*)')
-_THREAD = re.compile(
-    r"(?:Current thread|Thread) 0x(?P<number>[0-9a-f]+) .*\(most recent call first\):"
-)
+_THREAD = re.compile(r"(?:Current thread|Thread) 0x[0-9a-f]+ .*\(most recent call first\):")
 # Frames below the program's own belong to the code that runs it.
 _RUNNERS = ("<frozen runpy>", "runpy.py")
 _OURS = re.compile(
@@ -95,21 +93,16 @@ class StackGroup(msgspec.Struct, frozen=True):
         return f"in {inner.function} at {inner.place()}{called}"
 
 
-def parse(text: str, thread: int | None = None) -> tuple[Frame, ...]:
-    """Return a thread of what faulthandler wrote, innermost first.
+def parse(text: str) -> tuple[Frame, ...]:
+    """Return the main thread of what faulthandler wrote, innermost first.
 
-    Args:
-        text: What it wrote.
-        thread: As `threading.get_ident` names it; None for the main thread.  Of all threads, the
-            interpreter lists the newest first, so that is the last.
+    Of all threads, the interpreter lists the newest first, so the main thread is the last.
     """
     frames: list[Frame] = []
-    is_asked = thread is None
     for line in text.splitlines():
-        if match := _THREAD.match(line):
-            is_asked = thread in (None, int(match["number"], 16))
-            frames = [] if is_asked else frames
-        elif is_asked and (match := _FRAME.fullmatch(line)):
+        if _THREAD.match(line):
+            frames = []
+        elif match := _FRAME.fullmatch(line):
             file, function = match["file"][-FILE_CHARS_MAX:], match["function"][:FUNCTION_CHARS_MAX]
             frames.append(Frame(file, int(match["line"]), function))
     while frames and (_OURS.search(frames[-1].file) or frames[-1].file.endswith(_RUNNERS)):

@@ -33,7 +33,7 @@ import os
 import sys
 import threading
 import weakref
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterator
 from types import FrameType, TracebackType
 from typing import TYPE_CHECKING, Any
 
@@ -49,7 +49,7 @@ from msrun.parallel.local import is_sharded
 from msrun.parallel.losses.call_hook import CallHook, trains
 from msrun.parallel.rank_context import RankContext
 from msrun.parallel.watchdog.places import HINT, ScriptPlace, disagreement
-from msrun.parallel.watchdog.script_stack import ScriptStack
+from msrun.parallel.watchdog.script_thread import ScriptThread
 from msrun.worker.bootstrap import record_error
 
 if TYPE_CHECKING:
@@ -109,11 +109,10 @@ class Watchdog:
         self._has_evaluated, self._turns = False, 0
         self._is_meeting, self._found = False, list[RanksDisagreeError]()
         self._order: CollectiveOrder | None = None
-        self._script = threading.get_ident()
-        self._stack = ScriptStack(self._script)
+        self._script = ScriptThread(_LOOK_SECONDS)
         self._lock = threading.Lock()
         self._is_told = False
-        self._place: tuple[tuple[stacks.Frame, ...], tuple[int, int, int]] | None = None
+        self._place: tuple[int, ...] | None = None
         self._looks = self._full = 0
         self._closed = threading.Event()
         own = weakref.ref(self)
@@ -237,12 +236,12 @@ class Watchdog:
 
     def look(self) -> None:
         """Look at the script, and end the process if all ranks wait for good; once a second."""
-        frames = self._stack.read()
-        waits_in = _waits_in(frames)
+        frame = self._script.waiting()
+        waits_in = _waits_in(frame)
         calls = (self._steps, self._trainings, self._evaluations)
-        place = (frames, calls) if waits_in else None
+        place = (id(frame), frame.f_lasti, *calls) if frame and waits_in else None
         if self._is_meeting:
-            waits_in, place = "", ((), calls)
+            waits_in, place = "", (0, 0, *calls)
         self._looks = self._looks + 1 if place and place == self._place else 0
         self._place = place
         if not self._looks:
@@ -258,7 +257,6 @@ class Watchdog:
             if self._is_meeting:  # in Python, where it can raise
                 self._found.append(cause)
             else:
-                frame = sys._current_frames().get(self._script)  # noqa: SLF001 - that is its name
                 _end(cause.with_traceback(_traceback(frame)))
 
     @property
@@ -322,11 +320,15 @@ def _store(prefix: str) -> Any:
     return dist.PrefixStore(prefix, store)  # type: ignore[attr-defined]  # in torch's documentation
 
 
-def _waits_in(frames: Sequence[stacks.Frame]) -> str:
+def _waits_in(frame: FrameType | None) -> str:
     """Return the function of a collective in which a thread waits for other ranks, or ""."""
-    inner = frames[:_FRAMES]
-    waiting = [each.function for each in inner if stacks.waits([each])]
-    return waiting[0] if stacks.waits(inner) else ""
+    frames: list[stacks.Frame] = []
+    while frame is not None and len(frames) < _FRAMES:
+        code = frame.f_code
+        frames.append(stacks.Frame(code.co_filename, 0, code.co_name))
+        frame = frame.f_back
+    waiting = [each.function for each in frames if stacks.waits([each])]
+    return waiting[0] if stacks.waits(frames) else ""
 
 
 def _is_of_peers(error: BaseException) -> bool:

@@ -1,6 +1,7 @@
 """Ranks that wait for each other in different calls end with a sentence on each of them."""
 
 import threading
+import time
 
 import pytest
 import torch
@@ -10,7 +11,7 @@ from torch import nn
 
 import msrun
 from msrun.parallel.watchdog.places import ScriptPlace, disagreement
-from msrun.parallel.watchdog.script_stack import ScriptStack
+from msrun.parallel.watchdog.script_thread import ScriptThread
 
 pytestmark = pytest.mark.torch
 
@@ -121,33 +122,34 @@ def test_one_copy_of_a_sharded_model_may_evaluate_alone():
         assert found == pytest.approx(together, abs=1e-6)
 
 
-def seen_from_another_thread():
-    """Return what another thread sees of this one, while it waits for it and while it computes."""
-    stack, found = ScriptStack(threading.get_ident()), []
+def seen_by_another_thread():
+    """Return what another thread sees of this one, while it computes and while it waits."""
+    script, found = ScriptThread(seconds=0.5), []
+    turns = [threading.Event() for _ in range(3)]
 
     def look():
-        found.append(stack.read())
+        for turn in turns:
+            turn.wait()
+            found.append(script.waiting())
+        found[-1] = found[-1].f_code.co_name if found[-1] else ""
 
-    def in_look():
-        thread = threading.Thread(target=look)
-        thread.start()
-        thread.join()
-
-    in_look()
-    looks = threading.Thread(target=lambda: found.extend(stack.read() for _ in range(200)))
-    looks.start()
-    while looks.is_alive():
+    thread = threading.Thread(target=look)
+    thread.start()
+    turns[0].set()
+    begin = time.thread_time()
+    while time.thread_time() - begin < 0.3:
         torch.ones(2).add(1)
+    turns[1].set()
+    thread.join(0.5)
+    turns[2].set()
+    thread.join()
     return found
 
 
-def test_a_thread_sees_where_the_script_is():
-    ((waiting, *computing),) = run_warm(seen_from_another_thread, 1)
-
-    names = [each.function for each in waiting]
-    assert names.index("in_look") < names.index("seen_from_another_thread")
-    assert len(computing) == 200
-    assert all("seen_from_another_thread" in {x.function for x in each} for each in computing)
+def test_a_thread_is_seen_where_it_waits_and_not_while_it_computes():
+    for first, computing, waiting in run_warm(seen_by_another_thread, 2):
+        assert first is computing is None
+        assert waiting in ("join", "_wait_for_tstate_lock", "_join")
 
 
 def test_ranks_in_one_place_are_left_alone():

@@ -45,14 +45,6 @@ def test_the_main_thread_without_those_who_run_it():
     assert parse(DUMP) == (ALL_REDUCE, STEP, MAIN)
 
 
-def test_another_thread_by_its_number():
-    found = parse(DUMP, 0x7F7E3CDFF6C0)
-
-    assert [each.function for each in found] == ["wait", "_bootstrap"]
-    assert parse(DUMP, 0x7F7E4D9FE740) == parse(DUMP)
-    assert parse(DUMP, 1) == ()
-
-
 @pytest.mark.parametrize(
     "text", ["", "  File", '  File "x", line 99999999999999 in f', "Thread 0x (most recent"]
 )

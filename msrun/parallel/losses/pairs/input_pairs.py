@@ -40,6 +40,7 @@ CUT_HINT = (
 )
 _MATRIX = 2  # dims
 _OWN = "pairs of samples"
+_ROUNDING = 1e-9
 # Functions of two tensors that broadcast, and leave out a dim.
 _COMPARING = frozenset(["cosine_similarity", "pairwise_distance"])
 # Of each element, as those that `sample_dims` knows; their result has no statistic.
@@ -391,7 +392,7 @@ def _along(
 
 def _may_choose_own(call: TorchCall, x: Tensor, mark: Mark) -> bool:
     """Return whether a mask or indices may leave the pairs of a sample with itself."""
-    if (kept := kept_share(call, x)) is not None and kept * call.samples > 1:
+    if (kept := kept_share(call, x)) is not None and kept * call.samples > 1 + _ROUNDING:
         return False  # more than those of a sample with itself can be
     if call.name in _CHOOSING and call.name != "__getitem__":
         return True
