@@ -25,6 +25,7 @@ BOTH = frozenset((STDOUT, STDERR))
 SAMPLES = "samples"
 SAMPLE = struct.Struct("=QQ")
 LINE_CHARS_MAX = 4096
+_GAP_NOTE = re.compile(rb"\[msrun\] [0-9]+ bytes are left out: --log-limit\n")
 _COLOUR = re.compile(r"(\x1b\[[0-9;]*[mK])")
 # Not from within a run of carriage returns: a long one would be gone through again and again.
 _LINE_END = re.compile(r"(?<!\r)(?:\r++(?:\n|(?=[^\r\n]))|\n)")
@@ -47,6 +48,11 @@ class LogGap(NamedTuple):
     def note(self) -> bytes:
         """Return the line that stands in their place."""
         return f"[msrun] {self.end - self.start} bytes are left out: --log-limit\n".encode()
+
+
+def joined(partial: bytes, data: bytes) -> bytes:
+    """Return `data` behind an incomplete line; that of a gap begins a line of its own."""
+    return partial + (b"\n" if partial and _GAP_NOTE.match(data) else b"") + data
 
 
 def make_log_dir(path: str) -> None:

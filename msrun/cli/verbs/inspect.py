@@ -114,10 +114,10 @@ class _LogReader:
 
     def show(self, log: Log, *, is_last: bool = False) -> None:
         """Print the whole lines of `log`, and the one at its end if nothing will follow."""
-        from msrun.supervise.logs import render_line
+        from msrun.supervise.logs import joined, render_line
 
         self.offset = log.offset
-        *lines, self._partial = (self._partial + log.data).split(b"\n")
+        *lines, self._partial = joined(self._partial, log.data).split(b"\n")
         if is_last and self._partial:
             lines.append(self._partial)
         for line in lines:

@@ -26,12 +26,18 @@ every_stop = pytest.mark.parametrize(("signum", "code"), STOPS.items())
 usual_stop = pytest.mark.parametrize(("signum", "code"), list(STOPS.items())[:2])
 
 
+def scheduler_log(job):
+    path = job.logs / "scheduler.log"
+    return path.read_text() if path.exists() else ""
+
+
 @every_stop
 def test_stopped_while_it_forms(msrun, tmp_path, signum, code):
     """While the forkserver imports what takes it for ever."""
     script(tmp_path, "import signal; signal.pause()", "endless.py")
     job = msrun("--preload", "endless", script(tmp_path, "raise AssertionError"))
     job.find("msrun forksrv")
+    until(lambda: "listening" in scheduler_log(job), "for the scheduler")
     job.send(signum)
 
     assert job.wait() == code
@@ -84,10 +90,6 @@ def said_at(job, text):
     lines = (job.logs / "msrun.log").read_text().splitlines()
     (at,) = [at for at, _, said in (line.partition(" ") for line in lines) if said.startswith(text)]
     return datetime.fromisoformat(at)
-
-
-def scheduler_log(job):
-    return (job.logs / "scheduler.log").read_text()
 
 
 def test_a_failure_that_ends_the_job_stays_its_cause_when_a_signal_follows(msrun):

@@ -2,7 +2,7 @@
 
 import pytest
 
-from msrun.supervise.logs import LINE_CHARS_MAX, Tail, last_lines, make_log_dir
+from msrun.supervise.logs import LINE_CHARS_MAX, LogGap, Tail, joined, last_lines, make_log_dir
 
 
 @pytest.fixture
@@ -157,6 +157,14 @@ def test_a_line_that_never_ends_is_shown_in_bounded_pieces(log):
 
     assert [len(pieces) for pieces in reads] == [0, 1, 0, 1]
     assert {len(text) < LINE_CHARS_MAX + 50 for pieces in reads for _, text in pieces} == {True}
+
+
+def test_a_gap_in_the_midst_of_a_line_is_a_line_of_its_own():
+    note = LogGap(5, 12).note()
+
+    assert joined(b"r1 00", note + b"rest\n") == b"r1 00\n" + note + b"rest\n"
+    assert joined(b"", note) == note
+    assert joined(b"r1 00", b"01\n") == b"r1 0001\n"
 
 
 def test_a_log_that_comes_later_is_followed(log):
