@@ -45,5 +45,9 @@ class ScriptThread:
 
     def _core_seconds(self) -> float | None:
         """Return how long the thread has run on a core; None if the system does not say."""
-        found = (each for each in self._process.threads() if each.id == self._native)
+        try:
+            threads = self._process.threads()
+        except psutil.Error:
+            return None
+        found = (each for each in threads if each.id == self._native)
         return next((each.user_time + each.system_time for each in found), None)

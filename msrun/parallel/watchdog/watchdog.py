@@ -6,9 +6,10 @@ others never enter, or that meet another one.  Gloo waits for half an hour, and 
 connection.
 
 The idea.  A step or call costs an addition or two, which note where the script is.  A thread wakes
-once a second and looks at the stack of the script's thread.  If it has waited in one collective for
-a while, the rank writes its place to the store of the process group and adds one to a counter
-there.  Once the counter has reached the number of ranks, nobody is left who could end the wait.
+once a second and looks at the stack of the script's thread, if that waits (`script_thread.py`).  If
+it has waited in one collective for a while, the rank writes its place to the store of the process
+group and adds one to a counter there.  Once the counter has reached the number of ranks, nobody is
+left who could end the wait.
 Then ranks read all places, and if these differ, each prints the sentence and ends.
 
 - A rank that computes, reads data or writes a file is not counted, so slow ranks make nobody end.

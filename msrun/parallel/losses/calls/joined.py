@@ -29,7 +29,7 @@ def joined(call: TorchCall) -> Outcome:
     if at != dim:
         return Mark(dim, statistic)
     is_sure = len(known) == len(parts) and not any(mark.is_guess for mark in known)
-    has_all = all(part.shape[dim] % call.samples == 0 for part in parts)
+    has_all = call.samples > 0 and all(part.shape[dim] % call.samples == 0 for part in parts)
     return Mark(dim, statistic, is_joined=True) if is_sure and has_all else None
 
 

@@ -9,7 +9,7 @@ from msrun.parallel.losses.calls.marks import TorchCall
 from msrun.parallel.losses.torch_calls import ADDING, MULTIPLYING, SUBTRACTING
 from msrun.parallel.torch_compat import is_fake, unwatched
 
-_HIDDEN = 1e3  # a number that is added to hide a pair is below its negative
+_HIDDEN = 1e3  # numbers that are added or subtracted to hide a pair are larger
 
 
 def kept_share(call: TorchCall, x: Tensor) -> float | None:
@@ -26,7 +26,8 @@ def kept_share(call: TorchCall, x: Tensor) -> float | None:
         if mask.dtype == torch.bool:
             shown = mask if is_shown else ~mask
         else:
-            shown = mask > -_HIDDEN if call.name in ADDING | SUBTRACTING else mask != 0
+            is_sum = call.name in ADDING | SUBTRACTING
+            shown = mask.abs() < _HIDDEN if is_sum else mask != 0
         return float(shown.double().mean())
 
 
