@@ -18,7 +18,7 @@ from contextlib import AbstractContextManager, contextmanager, nullcontext, redi
 from functools import cache, lru_cache, partial, wraps
 from pathlib import Path
 from types import CodeType, FrameType, FunctionType, SimpleNamespace
-from typing import TYPE_CHECKING, Any, NamedTuple
+from typing import TYPE_CHECKING, Any, NamedTuple, TypeVar
 
 import torch
 import torch.distributed as dist
@@ -995,6 +995,24 @@ def eagerly() -> Iterator[None]:
             yield
     finally:
         _EAGER.pop()
+
+
+_Called = TypeVar("_Called", bound=Callable[..., Any])
+
+
+def off_compiler(function: _Called) -> _Called:
+    """Have torch's compiler follow neither `function` nor what it calls, and return it.
+
+    `torch.compiler.disable` would import the compiler, which a process without compiled functions
+    lacks.  A mode outlives the moment at which a script first compiles something.
+    """
+    function._torchdynamo_disable = True  # type: ignore[attr-defined]  # noqa: SLF001
+    frames = torch._C._dynamo.eval_frame  # noqa: SLF001
+    if hasattr(frames, "set_code_exec_strategy"):  # torch 2.7
+        skip = frames._FrameAction.SKIP  # noqa: SLF001
+        skips = frames._FrameExecStrategy(skip, skip)  # noqa: SLF001 - the frame, what it calls
+        frames.set_code_exec_strategy(function.__code__, skips)
+    return function
 
 
 # Not empty inside of `eagerly`, which replaces what there is once in a process: threads that take

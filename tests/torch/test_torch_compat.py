@@ -94,6 +94,7 @@ from msrun.parallel.torch_compat import (
     note_step,
     notes_of_forward,
     of_subclass,
+    off_compiler,
     open_inputs,
     ordered_group,
     parameters_replaced,
@@ -1143,6 +1144,30 @@ def test_a_function_is_compiled_again_under_a_watch_that_does_not_see_it():
     with compiled_again():
         double(x)
     assert len(seen) == 1
+
+
+@pytest.mark.parametrize(
+    "loss_fn", [functional.cross_entropy, lambda *of: functional.cross_entropy(*of) * 2]
+)
+def test_the_compiler_does_not_follow_what_is_off_it(loss_fn):
+    frames, calls = [], []
+
+    def inner(name):
+        frames.append(sys._getframe())  # which the compiler would warn of
+        calls.append((name, torch.compiler.is_compiling()))
+
+    class Watch(TorchFunctionMode):
+        @off_compiler
+        def __torch_function__(self, func, types, args=(), kwargs=None):
+            inner(func.__name__)
+            return func(*args, **(kwargs or {}))
+
+    compiled = torch.compile(loss_fn, backend="eager")
+    x, target = torch.randn(4, 5), torch.randint(0, 5, (4,))
+    with Watch():
+        assert compiled(x, target).item() == loss_fn(x, target).item()
+    assert ("cross_entropy", False) in calls
+    assert [is_compiling for _, is_compiling in calls if is_compiling] == []
 
 
 def test_what_compile_returns_is_recognised():

@@ -23,7 +23,7 @@ from msrun.parallel.losses.plain_loops.sample_watches import SampleWatches
 from msrun.parallel.losses.plain_loops.sums import backward_pairs
 from msrun.parallel.losses.terms import Term
 from msrun.parallel.losses.watch import LossWatch
-from msrun.parallel.torch_compat import is_tracing
+from msrun.parallel.torch_compat import is_tracing, off_compiler
 
 _COLLECTIVES = dist.all_reduce.__module__
 _UNUSED = "not have been used in the graph"  # torch's sentence
@@ -71,6 +71,7 @@ class LoopWindow(TorchFunctionMode):
         """Look for what mixes samples of `batch`, too."""
         self._mixtures.take(batch)
 
+    @off_compiler
     def __torch_function__(
         self,
         func: Callable[..., Any],
