@@ -2,9 +2,11 @@
 
 from __future__ import annotations
 
+import sys
 import traceback
-from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from pathlib import Path
+from types import FrameType
 from typing import Any
 
 import torch
@@ -54,7 +56,7 @@ _SHAPE: Any = Tensor.shape.__get__  # type: ignore[attr-defined]
 SIZES = frozenset([_SHAPE, Tensor.size, Tensor.numel, Tensor.nelement, Tensor.__len__, torch.numel])
 
 
-def name_of(func: Callable[..., Any]) -> str:
+def name_of(func: Any) -> str:
     """Return the name of a function of torch, in whichever of its modules it is."""
     name: str = getattr(func, "__name__", "")
     return name.removeprefix("linalg_").removeprefix("special_")
@@ -74,18 +76,31 @@ def script_line() -> str:
     return ""
 
 
-def is_own_call() -> bool:
-    """Return whether the function of torch that runs is called by msrun, and not by a script."""
+def is_own_call(name: str, options: Mapping[str, Any]) -> bool:
+    """Return whether the function of torch that runs is called by msrun, and not by a script.
+
+    Args:
+        name: Of the function.
+        options: What it got by name.
+    """
     is_own = False
-    for frame in reversed(traceback.extract_stack()):
-        parents = Path(frame.filename).parents
+    frame: FrameType | None = sys._getframe()  # noqa: SLF001 - the public form reads source files
+    while frame is not None:
+        parents = Path(frame.f_code.co_filename).parents
         if not any(library in parents for library in _LIBRARIES):
             break
-        if frame.name == "__torch_function__":
-            is_own = False  # of a mode, through which it passed
+        if frame.f_code.co_name == "__torch_function__" and _passes_on(frame, name, options):
+            is_own = False
         elif _LIBRARIES[1] in parents:
             is_own = True
+        frame = frame.f_back
     return is_own
+
+
+def _passes_on(mode: FrameType, name: str, options: Mapping[str, Any]) -> bool:
+    """Return whether a mode got the function that it runs, and computes no mean by a sum."""
+    func, got = mode.f_locals.get("func"), mode.f_locals.get("kwargs") or {}
+    return name_of(func) == name and got.get("reduction") == options.get("reduction")
 
 
 def deciding(name: str, args: tuple[Any, ...], kwargs: dict[str, Any]) -> tuple[Any, ...]:

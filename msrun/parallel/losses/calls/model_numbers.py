@@ -12,8 +12,6 @@ import contextlib
 from collections.abc import Collection, Iterator
 from typing import Any
 
-from torch import Tensor
-
 from msrun.parallel.losses.calls.marks import Mark, Mixture, Outcome, TorchCall
 from msrun.parallel.losses.notes import grad_fn_of, node_of
 from msrun.parallel.losses.torch_calls import MEANS, is_own_call
@@ -59,17 +57,18 @@ class ModelNumbers:
             self.take(outcome)
             is_new = not any(mark.statistic for mark in call.marks.values())
             if is_new and call.name not in MEANS and not outcome.is_extreme:
-                self._note_sum(outcome.statistic, call.result)
+                self._note_sum(outcome.statistic, call)
 
     def take(self, mark: Mark | None) -> None:
         """Note that a model computed what `mark` has."""
         if mark and mark.statistic:
             self._statistics.add(mark.statistic)
 
-    def _note_sum(self, name: str, result: Tensor) -> None:
-        if (node := grad_fn_of(result)) is not None and not is_own_call():
+    def _note_sum(self, name: str, call: TorchCall) -> None:
+        node = grad_fn_of(call.result)
+        if node is not None and not is_own_call(call.name, call.kwargs):
             mixture = Mixture(name, _HINT, unless_counted=True, of_number=True)
-            self._sums.append((mixture, node_of(node, result.output_nr)))
+            self._sums.append((mixture, node_of(node, call.result.output_nr)))
 
     def add_up(self, name: str) -> None:
         """Note that a script gives a sum or a mean to a collective, for that of all ranks."""

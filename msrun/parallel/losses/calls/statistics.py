@@ -8,7 +8,7 @@ from msrun.parallel.losses.calls.extremes import extreme
 from msrun.parallel.losses.calls.marks import Mark, Mixture, Outcome, TorchCall
 from msrun.parallel.losses.calls.torch_losses import reduction_of
 from msrun.parallel.losses.mixing import dims_of
-from msrun.parallel.losses.torch_calls import over_samples
+from msrun.parallel.losses.torch_calls import is_own_call, over_samples
 from msrun.parallel.torch_compat import is_fake, unwatched
 
 _BY_CLASS = frozenset(["cross_entropy", "nll_loss"])
@@ -39,8 +39,11 @@ def of_statistic(call: TorchCall, statistic: str) -> Mixture:
 
 
 def of_targets(call: TorchCall, mark: Mark) -> Outcome:
-    """Return what is known of a loss of samples, one number: a mean over targets."""
-    if reduction_of(dict(call.kwargs)) != "mean":
+    """Return what is known of a loss of samples, one number: a sum, or a mean over targets."""
+    how = reduction_of(dict(call.kwargs))
+    if how == "sum" and not is_own_call(call.name, call.kwargs):
+        return _statistic(call)
+    if how != "mean":
         return None
     if mark.is_chosen:
         return Mixture(f"the {call.name} of chosen samples{call.line()}", of_number=True)

@@ -49,6 +49,9 @@ RIGHT = {
     "a mean of sums of samples": lambda p: p.square().sum(1).mean(),
     "a sum, divided by samples": lambda p: p.square().sum() / len(p),
     "a sum, divided by elements": lambda p: p.square().sum() / p.numel(),
+    "a sum of losses, divided by samples": lambda p: (
+        functional.cross_entropy(p, p.argmax(1), reduction="sum") / len(p)
+    ),
     "means of single samples": lambda p: torch.stack([x.square().mean() for x in p]).mean(),
     "another number of each sample": lambda p: p.square().mean(1).sqrt().mean(),
 }
@@ -72,6 +75,10 @@ WRONG = {
     "mean of chosen by their numbers": lambda p: p[torch.where(chosen(p))[0]].square().mean(),
     "factor": lambda p: p[chosen(p).nonzero()[:, 0]].sum() / len(p) * chosen(p).nonzero().shape[0],
     "targets that count": lambda p: functional.cross_entropy(p, torch.where(chosen(p), 1, -100)),
+    "sum of losses": lambda p: functional.cross_entropy(p, p.argmax(1), reduction="sum"),
+    "sum of errors, divided by a constant": lambda p: (
+        functional.mse_loss(p, torch.zeros_like(p), reduction="sum") / 4
+    ),
     "correlations": lambda p: torch.corrcoef(p.T)[0, 1],
     "distances": lambda p: functional.pdist(p).mean(),
 }
