@@ -161,9 +161,9 @@ def _layer_norm(call: TorchCall) -> Outcome:
 def _dense(call: TorchCall) -> Outcome:
     """A linear layer: it keeps all dims but the last."""
     mark = _own(call)
-    if mark is None or mark.dim == call.x.dim() - 1 or call.mark(call.value(1, "weight")):
-        return None
-    return mark
+    if call.mark(call.value(1, "weight")):
+        return _contracted(call)
+    return None if mark is None or mark.dim == call.x.dim() - 1 else mark
 
 
 def _of_samples(call: TorchCall) -> Outcome:
@@ -197,6 +197,8 @@ def _contracted(call: TorchCall) -> Outcome:
     dims = {found.result.index(label) for label in held if label in found.result}
     is_over = any(label not in found.result for label in held)
     statistics = [mark.statistic for mark, _ in marks if mark.statistic]
+    if is_over and dims and not any(mark.is_guess for mark, _ in marks):
+        return call.mixture(call.name)
     if is_over:
         name = over_samples(call.name) + call.line()
         is_known = call.result.dim() and not (dims or statistics)
@@ -425,6 +427,7 @@ def _rules() -> dict[str, Rule]:
     pooled = "max_pool1d max_pool2d avg_pool1d avg_pool2d adaptive_avg_pool1d adaptive_avg_pool2d"
     add(_of_samples, f"conv1d conv2d conv3d group_norm instance_norm batch_norm {pooled}")
     add(_own, "embedding one_hot view_as_real view_as_complex")
+    add(_own, "to_sparse to_sparse_coo to_sparse_csr to_sparse_csc to_dense coalesce")
     add(_contracted, " ".join(CONTRACTIONS))
     binary = "binary_cross_entropy binary_cross_entropy_with_logits gaussian_nll_loss"
     add(_loss, f"cross_entropy nll_loss mse_loss l1_loss smooth_l1_loss huber_loss kl_div {binary}")

@@ -64,7 +64,8 @@ def name_of(func: Any) -> str:
 
 def over_samples(name: str) -> str:
     """Return what to call a function that mixes samples."""
-    return f"{'an' if name.strip('_')[:1] in 'aei' else 'a'} {name} over samples"
+    name = name.strip("_")
+    return f"{'an' if name[:1] in 'aei' else 'a'} {name} over samples"
 
 
 def script_line() -> str:

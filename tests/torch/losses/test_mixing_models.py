@@ -385,3 +385,35 @@ def test_layers_on_a_grid_keep_what_is_known_of_samples():
 
     assert "a std over samples" in said
     assert not nothing
+
+
+GRAPHS = {
+    "mm": torch.mm,
+    "matmul": lambda near, h: near @ h,
+    "linear": lambda near, h: functional.linear(near, h.T),
+    "einsum": lambda near, h: torch.einsum("ij,jk->ik", near, h),
+    "sparse_mm": lambda near, h: torch.sparse.mm(near.to_sparse(), h),
+    "sparse_addmm": lambda near, h: torch.sparse.addmm(h, near.to_sparse(), h),
+}
+
+
+@pytest.mark.parametrize("name", GRAPHS)
+def test_a_layer_over_neighbours_in_a_graph_of_samples_is_noticed(name):
+    x, target = batch()
+    near = torch.rand(SAMPLES, SAMPLES)
+    model = Network(lambda h: GRAPHS[name](near, h))
+    with SampleWatch((x, near, target), SAMPLES) as watch:
+        loss = model(x, target)
+
+    assert f" {name} over samples" in watch.read(loss, is_cut=True).message
+
+
+@pytest.mark.parametrize("name", GRAPHS)
+def test_one_over_what_each_sample_has_is_right(name):
+    x, target = batch()
+    shared = torch.rand(WIDTH, WIDTH)  # of no sample
+    model = Network(lambda h: GRAPHS[name](shared, h.T).T)
+    with SampleWatch((x, target), SAMPLES) as watch:
+        loss = model(x, target)
+
+    assert watch.read(loss, is_cut=True) is None

@@ -61,6 +61,13 @@ def _matmul(args: Sequence[Any], kwargs: Mapping[str, Any]) -> Contraction:
     return _product(left, right)
 
 
+def _dense(args: Sequence[Any], kwargs: Mapping[str, Any]) -> Contraction:
+    """(..., k) @ (j, k), where a vector has no j; of the bias nothing is added up."""
+    x, weight = (*args, *kwargs.values())[:2]
+    rest, columns = _batch(x.dim() - 1), ("j",) * (weight.dim() > 1)
+    return Contraction([(x, (*rest, "k")), (weight, (*columns, "k"))], (*rest, *columns))
+
+
 def _reversed(args: Sequence[Any], _: Mapping[str, Any]) -> Contraction:
     return _product(args[1], args[0])
 
@@ -155,10 +162,11 @@ _Making = Callable[[Sequence[Any], Mapping[str, Any]], Contraction]
 _MAKING: Mapping[str, _Making] = {
     **dict.fromkeys(("matmul", "mm", "bmm", "mv", "dot", "vdot", "__matmul__"), _matmul),
     **dict.fromkeys(("_sparse_mm",), _matmul),
-    **dict.fromkeys(("addmm", "addmv", "baddbmm"), _added),
+    **dict.fromkeys(("addmm", "addmv", "baddbmm", "_sparse_addmm"), _added),
     **dict.fromkeys(("multi_dot", "chain_matmul"), _chained),
     "__rmatmul__": _reversed,
     "addbmm": _summed,
+    "linear": _dense,
     "inner": _inner,
     "vecdot": _vecdot,
     "tensordot": _tensordot,
