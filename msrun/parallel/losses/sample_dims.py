@@ -393,6 +393,7 @@ def _taken(call: TorchCall) -> Outcome:
 
 
 _PLAIN = (int, slice, type(...))
+_SPARSE = "to_sparse to_sparse_coo to_sparse_csr to_sparse_csc to_dense coalesce"
 _BROADCASTING = (_elementwise, _product, _quotient)
 
 
@@ -426,8 +427,7 @@ def _rules() -> dict[str, Rule]:
     add(_layer_norm, "layer_norm rms_norm")
     pooled = "max_pool1d max_pool2d avg_pool1d avg_pool2d adaptive_avg_pool1d adaptive_avg_pool2d"
     add(_of_samples, f"conv1d conv2d conv3d group_norm instance_norm batch_norm {pooled}")
-    add(_own, "embedding one_hot view_as_real view_as_complex")
-    add(_own, "to_sparse to_sparse_coo to_sparse_csr to_sparse_csc to_dense coalesce")
+    add(_own, f"embedding one_hot view_as_real view_as_complex {_SPARSE}")
     add(_contracted, " ".join(CONTRACTIONS))
     binary = "binary_cross_entropy binary_cross_entropy_with_logits gaussian_nll_loss"
     add(_loss, f"cross_entropy nll_loss mse_loss l1_loss smooth_l1_loss huber_loss kl_div {binary}")

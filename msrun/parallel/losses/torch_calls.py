@@ -6,7 +6,7 @@ import sys
 import traceback
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from pathlib import Path
-from types import FrameType
+from types import FrameType, MappingProxyType
 from typing import Any
 
 import torch
@@ -77,7 +77,7 @@ def script_line() -> str:
     return ""
 
 
-def is_own_call(name: str, options: Mapping[str, Any]) -> bool:
+def is_own_call(name: str, options: Mapping[str, Any] = MappingProxyType({})) -> bool:
     """Return whether the function of torch that runs is called by msrun, and not by a script.
 
     Args:

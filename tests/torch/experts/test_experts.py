@@ -1,8 +1,12 @@
 """Experts over an axis of their own train as in one process, and tokens travel by all-to-all."""
 
 import pytest
-from mixtures import RULE, difference
+import torch
+from mixtures import RULE, build, difference, texts, token_loss
 from ranks import run_warm
+
+import msrun
+from msrun.parallel.torch_compat import active_modes
 
 pytestmark = [
     pytest.mark.torch,
@@ -63,3 +67,20 @@ def test_experts_train_as_in_one_process(config):
 @pytest.mark.parametrize("name", ["top 2", "crowded", "capacity"])
 def test_experts_of_all_kinds_train_as_in_one_process(name, config):
     assert worst_of(name, config) < 2e-6
+
+
+def watched_steps(name, steps):
+    """Return the numbers of steps in whose forward something looks at functions of torch."""
+    found = []
+    with msrun.init({"mesh": {"ep": 2}, "plan": [RULE]}) as rt:
+        model = rt.shard(build(name))
+        optimizer = rt.optimizer(torch.optim.SGD(model.parameters(), lr=0.1))
+        model.head.register_forward_pre_hook(lambda *_: found.append(bool(active_modes())))
+        for batch in texts(steps):
+            part = [tensor.chunk(2)[rt.coordinate["dp"]] for tensor in batch]
+            rt.step(model, optimizer, token_loss, *part)
+    return [number for number, is_watched in enumerate(found, 1) if is_watched]
+
+
+def test_no_later_step_is_watched_for_what_the_runtime_itself_reads():
+    assert run_warm(watched_steps, 2, "top 2", 5) == [[1, 2, 3]] * 2

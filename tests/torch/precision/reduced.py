@@ -75,6 +75,7 @@ def assert_as_near(found, exact, *others):
     """
     losses, gradients = found
     near = [gap({name: of[name] for name in gradients}, exact[1]) for _, of in others]
-    assert losses == pytest.approx(others[-1][0], abs=0.02)
+    off = max(abs(a - b) for a, b in zip(others[-1][0], exact[0], strict=True))
+    assert losses == pytest.approx(exact[0], abs=0.02 + off)
     # Roundings differ by chance; an exchange that is wrong makes it about 1.
     assert 1e-5 < gap(gradients, exact[1]) < 3 * max(near)

@@ -52,43 +52,27 @@ from msrun.parallel.config import ROOT
 from msrun.parallel.exchange import messages
 from msrun.parallel.losses.batch import tensors_in
 from msrun.parallel.losses.call_hook import CallHook, trains
+from msrun.parallel.losses.decided.dependences import (
+    Dependence,
+    bare_name,
+    dependence_of,
+    takes_one,
+)
 from msrun.parallel.losses.decided.outside_values import StepValues
-from msrun.parallel.losses.mixing import dims_of
 from msrun.parallel.losses.notes import grad_fn_of, is_passed, watch_numbers
-from msrun.parallel.losses.torch_calls import DIVIDING, name_of, of_values, script_line, tensors_of
+from msrun.parallel.losses.torch_calls import is_own_call, of_values, script_line, tensors_of
 from msrun.parallel.torch_compat import eagerly, is_in_backward, write_count
 
 _DEPENDENCE = "msrun_dependence"
 _traces = watch_numbers()
 _NUMBERS = frozenset(["item", "tolist", "__float__", "__int__", "__index__"])
 _ANSWERS = frozenset(["__bool__", "is_nonzero", "equal", "allclose"])
-_COMPARISONS = frozenset(["gt", "lt", "ge", "le", "eq", "ne", "isclose", "greater", "less"])
-_COMPARISONS |= {"greater_equal", "less_equal", "not_equal"}
-_GUARDS = frozenset(["any", "all"])
-_OF_NO_VALUE = frozenset(["isnan", "isinf", "isfinite", "isposinf", "isneginf"])
-_SUMS = frozenset(["sum", "nansum", "count_nonzero", "norm", "vector_norm", "prod", "logsumexp"])
-_SUMS |= {"std", "var"}
-_CUTTING = frozenset(["__getitem__", "__iter__", "unbind", "select", "chunk", "split", "narrow"])
 _YES, _NO = 1, 2
 _ANSWERS_MAX = 1000  # of a line in a step, which are compared
 _HINT = (
     "decide for each sample, as by torch.where, or by a value of the whole batch that is computed "
     "before the step"
 )
-
-
-class Dependence(NamedTuple):
-    """How a tensor depends on the batch.
-
-    Args:
-        is_value: Whether it depends on floating-point values, and not on tokens or masks alone.
-        is_sum: Whether it is a sum over samples, which grows with them.
-        is_guard: Whether it says that some element has a property, or that all have.
-    """
-
-    is_value: bool
-    is_sum: bool = False
-    is_guard: bool = False
 
 
 class Answers(NamedTuple):
@@ -344,9 +328,9 @@ class DecisionWatch(TorchFunctionMode):
         """Run `func`; see the class."""
         del types
         result = func(*args, **(kwargs or {}))
-        is_answer = isinstance(result, bool) and _name(func) in _ANSWERS | _NUMBERS
+        is_answer = isinstance(result, bool) and bare_name(func) in _ANSWERS | _NUMBERS
         if is_answer and not is_in_backward():  # where a block computes again what it decided
-            line = script_line()
+            line = "" if is_own_call(bare_name(func)) else script_line()
             if line in self._decisions.lines:
                 self._decisions.note(result, line)
         return result
@@ -390,26 +374,28 @@ class DecisionTrace(TorchFunctionMode):
         """Run `func`; see the class."""
         del types
         kwargs = kwargs or {}
-        given = tensors_of(of_values(_name(func), args, kwargs))
+        given = tensors_of(of_values(bare_name(func), args, kwargs))
         # Before the call, which may write them.
         dependences = [dependence for tensor in given if (dependence := self._dependence(tensor))]
         result = func(*args, **kwargs)
         if not dependences:
             return result
-        name = _name(func)
+        name = bare_name(func)
         if not isinstance(result, Tensor | tuple | list):
             if any(dependence.is_value for dependence in dependences):
                 self._read(name, result, dependences)
             return result
-        if _takes_one(name, args, kwargs):
+        if takes_one(name, args, kwargs):
             return result
         for tensor in tensors_of((result,)):
-            self._leave(tensor, _dependence_of(name, args, kwargs, dependences, tensor))
+            self._leave(tensor, dependence_of(name, args, kwargs, dependences, tensor))
         return result
 
     def _read(self, name: str, result: Any, dependences: Sequence[Dependence]) -> None:
         """Note an answer; say of a number that it is read."""
-        if isinstance(result, bool) and name in _ANSWERS | _NUMBERS:
+        if name not in _ANSWERS | _NUMBERS or is_own_call(name):
+            return
+        if isinstance(result, bool):
             line = script_line()
             is_sum = any(each.is_sum for each in dependences) and self._is_in_model
             is_guard = any(each.is_guard for each in dependences)
@@ -450,51 +436,3 @@ class DecisionTrace(TorchFunctionMode):
         if number == self._number:
             return Dependence(*noted[1:]) if noted[0] == write_count(tensor) else None
         return Dependence(is_value=True) if is_passed(grad_fn_of(tensor)) else None
-
-
-def _dependence_of(
-    name: str,
-    args: Sequence[Any],
-    kwargs: Mapping[str, Any],
-    dependences: Sequence[Dependence],
-    result: Tensor,
-) -> Dependence:
-    """Return how a result depends on the batch, by what the arguments do."""
-    is_value = any(dependence.is_value for dependence in dependences)
-    is_sum = any(dependence.is_sum for dependence in dependences)
-    is_guard = name in _GUARDS or any(dependence.is_guard for dependence in dependences)
-    if result.is_floating_point():
-        is_value |= result.requires_grad  # weights that tokens chose
-    elif result.dtype != torch.bool:
-        is_value &= name in _SUMS  # how many there are; others are places
-    elif name in _OF_NO_VALUE:
-        is_value = False
-    if name in _SUMS and args and isinstance(args[0], Tensor):
-        dims = dims_of(name, args, kwargs, args[0].dim())
-        is_sum |= not dims or 0 in dims
-    elif name in DIVIDING:
-        is_sum = False  # a mean by hand
-    elif name in _COMPARISONS and any(type(arg) in (int, float) and not arg for arg in args):
-        is_guard |= is_sum  # whether there is any
-        is_sum = False
-    return Dependence(is_value, is_sum, is_guard and result.dtype == torch.bool)
-
-
-def _takes_one(name: str, args: Sequence[Any], kwargs: Mapping[str, Any]) -> bool:
-    """Return whether a function takes some samples by their place, in the first dim."""
-    if name not in _CUTTING:
-        return False
-    if name == "__getitem__":
-        first = args[1][0] if isinstance(args[1], tuple) and args[1] else args[1]
-        is_part = isinstance(first, slice) and first != slice(None)
-        return is_part or (isinstance(first, int) and not isinstance(first, bool))
-    at = 2 if name in ("chunk", "split") else 1
-    dim = kwargs.get("dim", args[at] if len(args) > at else 0)
-    return bool(dim == 0)
-
-
-def _name(func: Callable[..., Any]) -> str:
-    """Return the name of a function of torch, without what says that it is an operator."""
-    name = name_of(func)
-    bare = name.removeprefix("__").removesuffix("__")
-    return bare if bare in _COMPARISONS else name if name.endswith("__") else name.removesuffix("_")
