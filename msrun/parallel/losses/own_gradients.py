@@ -92,7 +92,7 @@ class BatchRows:
                 break
         else:
             return
-        self._follow_rows(name, args, kwargs, result, given.shape[0])
+        self._follow_rows(name, args, kwargs, result, given)
 
     def follow_form(self, x: Tensor, result: Tensor) -> None:
         """Note whether a form of `x`, of which nothing else is known, has rows."""
@@ -100,16 +100,19 @@ class BatchRows:
             setattr(result, HAS_ROWS, self._number)
 
     def _follow_rows(
-        self, name: str, args: Sequence[Any], kwargs: Mapping[str, Any], result: Any, rows: int
+        self, name: str, args: Sequence[Any], kwargs: Mapping[str, Any], result: Any, given: Tensor
     ) -> None:
-        """Note what has rows of the result of a function that got `rows`."""
+        """Note what has rows of the result of a function that got `given`, which has them."""
+        rows = len(given)
         if name in _LOSSES or (name in _REDUCING and not result.dim()):  # not each leaves a term
             self._note_loss(result)
         if columns(name, args, kwargs, rows):
             self._note_loss(result)  # what comes of it is of all rows, as a loss is
             return
         for tensor in result if isinstance(result, tuple | list) else (result,):
-            if isinstance(tensor, Tensor) and tensor.shape[:1] == (rows,):
+            if not isinstance(tensor, Tensor) or tensor.shape[:1] != (rows,):
+                continue
+            if name not in _TAKING or tensor.stride() != given.stride()[1:]:  # one row has these
                 setattr(tensor, HAS_ROWS, self._number)
         if name in _TAKING:
             self._rows_taken = rows

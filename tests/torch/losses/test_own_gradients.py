@@ -84,6 +84,14 @@ def one_sample(model, x):
     return torch.stack(losses).mean()
 
 
+def long_samples(model, x):
+    """As meta-learning has tasks, each with as many rows as the part has samples, by chance."""
+    tasks, weight = x[:, None].expand(-1, len(x), -1), model.first.weight
+    slopes = [slope(model.head(task).square().mean(), weight) for task in tasks.unbind()]
+    slopes += [slope(model.head(tasks[i]).square().mean(), weight) for i in range(len(x))]
+    return torch.stack([each.square().sum() for each in slopes]).mean()
+
+
 def of_mean(model, x):
     x = leaf(x)
     return slope(model.head(x).mean(), x).square().sum(1).mean()
@@ -209,7 +217,7 @@ def by_samples_and_weights(model, x):
 
 
 RIGHT = [of_sum, of_norm, of_rows, of_hidden, of_stack, added, signed, one_sample, of_losses]
-RIGHT += [of_picked_sum]
+RIGHT += [of_picked_sum, long_samples]
 # Right in a plain loop, where the first step alone is looked at.
 BY_SAMPLES = [of_mean_times_samples, moved_by_mean_times_samples]
 WRONG = {
