@@ -260,6 +260,7 @@ def test_equals_one_process(curves, name):
 
 
 @pytest.mark.parametrize("name", META)
+@pytest.mark.few(3)
 def test_a_model_built_without_memory_equals_it_too(name):
     ranks, *arguments = CASES[name]
     found = run_warm(train_built_on_meta, ranks, *arguments)

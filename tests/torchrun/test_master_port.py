@@ -40,6 +40,7 @@ def with_port(text, port):
     ("line", "method"),
     [pytest.param(*pair, marks=[pytest.mark.slow] * ("--rdzv" in pair[0])) for pair in LINES],
 )
+@pytest.mark.few(2)
 def test_workers_meet_at_the_port_that_was_given(launch, tmp_path, line, method):
     program = script(tmp_path, MEETS)
     for command in ("msrun", "torchrun"):

@@ -164,7 +164,7 @@ def assert_as_one_process(name, config, *, runs_on):
 STORED = {"whole": "R", "state-cut": "Z"}
 
 
-@pytest.mark.sampled
+@pytest.mark.few(3)
 @pytest.mark.parametrize("name", ["wide", "gpt", "llama"])
 @pytest.mark.parametrize("ranks", [2, 4])
 @pytest.mark.parametrize("stored", STORED)

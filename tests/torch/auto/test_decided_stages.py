@@ -124,6 +124,7 @@ def check(found, want, rel=1e-9):
     ],
     ids=["1", "2", "2-zbv", "3-interleaved", "tp"],
 )
+@pytest.mark.few(1)
 def test_each_stage_keeps_what_is_decided_and_learns_what_one_process_does(config, share):
     (want,) = run_warm(train, 1, ALONE)
     found = run_warm(train, 4, config)

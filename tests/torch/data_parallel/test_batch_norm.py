@@ -253,6 +253,7 @@ AT_NIGHT = ("dp 2", "dp 4", "zero 1")
 @pytest.mark.parametrize(
     "name", [pytest.param(n, marks=[pytest.mark.slow] * (n in AT_NIGHT)) for n in CONFIGS]
 )
+@pytest.mark.few(2)
 def test_every_kind_is_that_of_one_process(name):
     ranks, config = CONFIGS[name]
     kinds = NORMS.keys() - {

@@ -103,7 +103,7 @@ def rows(names):
     return [pytest.param(name, marks=[pytest.mark.slow] * (name in AT_NIGHT)) for name in names]
 
 
-@pytest.mark.sampled
+@pytest.mark.few(24)
 @pytest.mark.parametrize("config", rows(CONFIGS))
 @pytest.mark.parametrize("is_before", [True, False])
 @pytest.mark.parametrize("kind", rows(HOOKS))

@@ -156,6 +156,7 @@ LAYERS = [
         {"mesh": {"dp": 2, "tp": 2}, "plan": LAYERS, "optimizer": {"zero": 2}},
     ],
 )
+@pytest.mark.few(3)
 def test_replicas_stay_equal_to_the_bit(config, model):
     if "plan" in config and model == "conv":
         config = {"mesh": {"dp": 4}, "optimizer": {"zero": 2}}

@@ -189,7 +189,7 @@ def learned(config, kind, loss_fn=functional.cross_entropy):
         return error.message
 
 
-@pytest.mark.sampled
+@pytest.mark.few(12)
 @pytest.mark.parametrize("ranks", [2, 4])
 @pytest.mark.parametrize("level", [1, 2, 3])
 @pytest.mark.parametrize("kind", RIGHT)

@@ -92,6 +92,7 @@ def curves():
 
 @pytest.mark.timeout(600)
 @pytest.mark.parametrize("name", ROWS)
+@pytest.mark.few(1)
 def test_a_grid_learns_what_one_process_learns(curves, name):
     assert_equal_curves(curves[name], oracle(CASES[name][2]))
 

@@ -84,6 +84,7 @@ AT_NIGHT = ("dp", "zero 1", "tp", "pp")
 @pytest.mark.parametrize(
     "case", [pytest.param(c, marks=[pytest.mark.slow] * (c in AT_NIGHT)) for c in CONFIGS]
 )
+@pytest.mark.few(5)
 def test_a_right_step_is_verified(case):
     ranks, config, model = CONFIGS[case]
     found = run_warm(_train, ranks, config | {"verify": 2}, model)

@@ -86,6 +86,7 @@ AT_NIGHT = ("dp", "zero 3", "tp", "pp")
 @pytest.mark.parametrize(
     "case", [pytest.param(c, marks=[pytest.mark.slow] * (c in AT_NIGHT)) for c in CONFIGS]
 )
+@pytest.mark.few(5)
 def test_right_layers_give_no_alarm(case):
     ranks, config, model = CONFIGS[case]
     found = run_warm(_train, ranks, config | {"verify": ALL}, model)

@@ -65,6 +65,7 @@ AT_NIGHT = ("dp", "zero 3")
 @pytest.mark.parametrize(
     "case", [pytest.param(c, marks=[pytest.mark.slow] * (c in AT_NIGHT)) for c in CONFIGS]
 )
+@pytest.mark.few(5)
 def test_a_right_loop_is_verified_and_trains_as_without(case):
     ranks, config, model, dropout = CONFIGS[case]
     found = run_warm(_train, ranks, config | {"verify": 2}, model, dropout)
