@@ -470,12 +470,15 @@ class Runtime:
         Raises:
             ModelError: The batch or the loss does not fit, or the kind of the optimizer is refused.
         """
+        from msrun.parallel.data_parallel.joint_updates import check_stage
         from msrun.parallel.data_parallel.optimizer_kinds import check_kind
         from msrun.parallel.layers.norm_functions import all_left
         from msrun.parallel.step import check_clip, run_step
 
         check_kind(optimizer)
         sharded = self.sharded(model)
+        if sharded.is_pipeline:
+            check_stage(optimizer)
         self._check_known(optimizer)
         if max_norm is not None:
             check_clip(self.config, self.context)

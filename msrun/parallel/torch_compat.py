@@ -1858,8 +1858,8 @@ def replace_refused(names: str, compute: Callable[..., Any]) -> None:
 
     Args:
         names: Of operators, all of their overloads that return what they compute.
-        compute: Gets an operator that raised, its arguments, and the DTensors among them that it
-            writes; returns `NotImplemented` where the error is right.
+        compute: Gets an operator that raised or lost what it wrote, its arguments, and the DTensors
+            among them that it writes; returns `NotImplemented` where the error is right.
     """
     from torch.distributed.tensor import DTensor
 
@@ -1867,19 +1867,38 @@ def replace_refused(names: str, compute: Callable[..., Any]) -> None:
     handlers = dispatcher._custom_op_handlers  # noqa: SLF001
 
     def handle(operator: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+        written = _written(operator, args, kwargs)
+        specs = [each._spec for each in written]  # noqa: SLF001 - there is no public form
         handlers.pop(operator, None)  # so that the call below is torch's own, in any thread
         try:
-            return operator(*args, **kwargs)
+            result = operator(*args, **kwargs)
         except (RuntimeError, IndexError):
-            result = compute(operator, args, kwargs, _written(operator, args, kwargs))
+            result = compute(operator, args, kwargs, written)
             if result is NotImplemented:
                 raise
-            return result
+        else:
+            lost = list(map(_is_replaced, written, specs))
+            for each, spec in zip(written, specs, strict=True):
+                each._spec = spec  # noqa: SLF001 - there is no public form
+            if any(lost):
+                result = compute(operator, args, kwargs, written)
+                if result is NotImplemented:
+                    raise RuntimeError(f"{operator} writes copies of sharded tensors")
         finally:
             handlers[operator] = handle
+        return result
 
     for operator in _overloads(names):
         handlers[operator] = handle
+
+
+def _is_replaced(written: Any, spec: Any) -> bool:
+    """Return whether torch gathered `written`, which had `spec`, and wrote what it gathered.
+
+    So it does, without an error, in `index_add_` of sharded tensors alone (2.13).
+    """
+    is_same: bool = written._spec.placements == spec.placements  # noqa: SLF001
+    return not is_same
 
 
 def _written(operator: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> list[Any]:

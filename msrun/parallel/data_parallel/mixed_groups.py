@@ -24,7 +24,8 @@ import contextlib
 import functools
 import re
 import weakref
-from collections.abc import Callable, Collection, Iterator, Mapping
+from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
+from contextlib import AbstractContextManager
 from typing import Any
 
 import torch
@@ -33,6 +34,7 @@ from torch.nn import Parameter
 
 from msrun.errors import ModelError
 from msrun.parallel import torch_compat
+from msrun.parallel.data_parallel.joint_updates import check_split
 from msrun.parallel.local import is_sharded
 
 # Optimizers whose `foreach` results tests compare with the plain ones, and the largest number of
@@ -42,6 +44,8 @@ _LIST_AXES_MAX = 2
 # Mean size of parts from which a host updates them faster one by one, as measured.
 _LARGE_BYTES = 2**17
 _MARK = "updates_mixed_groups"
+# Words of torch's errors about DTensors.
+_OF_SHARDS = ("DTensor", "placement", "sharding strategy", "Sharding propagation")
 
 Update = Callable[..., Any]
 
@@ -126,12 +130,15 @@ def _named_errors(optimizer: torch.optim.Optimizer) -> Iterator[None]:
     """Say in one sentence that an optimizer needs an operation which DTensor does not have."""
     try:
         yield
-    except RuntimeError as error:
-        if not any(word in str(error) for word in ("DTensor", "placement", "sharding strategy")):
+    except (RuntimeError, AssertionError) as error:
+        is_of_shards = any(word in str(error) for word in _OF_SHARDS)
+        is_write = torch_compat.is_of_sharded_write(error)
+        if not (is_of_shards or is_write):
             raise
         operator = re.search(r"aten\.(\w+)", str(error))
         shown = f" ({operator[1]})" if operator else ""
-        what = "plain and sharded tensors together" if "mixed" in str(error) else "whole tensors"
+        is_mixed = is_write or "mixed" in str(error)
+        what = "plain and sharded tensors together" if is_mixed else "whole tensors"
         raise ModelError(
             f"{type(optimizer).__name__} cannot update sharded parameters: it needs an operation "
             f"of {what}{shown}",
@@ -140,20 +147,40 @@ def _named_errors(optimizer: torch.optim.Optimizer) -> Iterator[None]:
         ) from None
 
 
-@contextlib.contextmanager
-def _split(optimizer: torch.optim.Optimizer) -> Iterator[list[dict[str, Any]]]:
+def _split(optimizer: torch.optim.Optimizer) -> AbstractContextManager[list[dict[str, Any]]]:
     """Give `optimizer` groups whose parameters are all plain, or all of one mesh.
 
-    Yields:
-        Those that are updated with `foreach` by our choice.
+    Returns:
+        A context, with the groups that are updated with `foreach` by our choice.
+
+    Raises:
+        ModelError: The update of a parameter depends on the others of its group.
     """
-    groups = optimizer.param_groups
-    lists = [group["params"] for group in groups]
+    kinds = [_kinds(group["params"]) for group in optimizer.param_groups]
+    if any(len(each) > 1 for each in kinds):
+        check_split(optimizer, lambda made: _split_into(made, list(map(_halves, _lists(made)))))
+    return _split_into(optimizer, kinds)
+
+
+def _lists(optimizer: torch.optim.Optimizer) -> list[list[Parameter]]:
+    return [group["params"] for group in optimizer.param_groups]
+
+
+def _halves(params: list[Parameter]) -> list[list[Parameter]]:
+    return [params[::2], params[1::2]]
+
+
+@contextlib.contextmanager
+def _split_into(
+    optimizer: torch.optim.Optimizer, kinds: Sequence[list[list[Parameter]]]
+) -> Iterator[list[dict[str, Any]]]:
+    """Give `optimizer` a group for each of the `kinds` of parameters of each of its groups."""
+    groups, lists = optimizer.param_groups, _lists(optimizer)
     can_choose = type(optimizer) in _OF_LISTS
     chosen: list[dict[str, Any]] = []
     parts: list[dict[str, Any]] = []
-    for group in groups:
-        first, *others = _kinds(group["params"]) or [group["params"]]
+    for group, of_group in zip(groups, kinds, strict=True):
+        first, *others = of_group or [group["params"]]
         # The first part stays in the script's own group, where an optimizer may keep state.
         copies = [{**group, "params": params} for params in others]
         if others:

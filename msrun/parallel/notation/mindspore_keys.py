@@ -33,16 +33,33 @@ _LEVELS = {"level1": 1, "level2": 2, "level3": 3}
 # MindSpore's default of `parallel_optimizer_threshold`, in KB, and its `auto` of a fusion, in MB.
 _THRESHOLD, _FUSION = 64, 64
 _BY_LOADER = "rt.loader(dataset, batch_size) divides batches over the axis dp"
+_ONCE = "work that ranks repeat counts once (reduce.op is for dp alone)"
 _RANKS = "msrun --worker-num says how many ranks there are, and each has its RANK"
+
+_GROUPS = "checkpoint.dir holds the layout of all ranks, and needs no groups"
+_NORM = "rt.clip_grad_norm_ returns the norm of the gradients"
 
 _REFUSED = {
     "device_num": _RANKS,
     "global_rank": _RANKS,
     "enable_alltoall": "the search picks all-to-all itself where it is cheaper",
     "communi_parallel_mode": "torch chooses the streams of collectives",
-    "group_ckpt_save_file": "checkpoint.dir holds the layout of all ranks, and needs no groups",
-    "dump_local_norm": "rt.clip_grad_norm_ returns the norm of the gradients",
 }
+# The same, unless they are off.
+_REFUSED_IF_ON = {
+    "group_ckpt_save_file": _GROUPS,
+    "set_group_ckpt_save_file": _GROUPS,
+    "dump_local_norm": _NORM,
+    "dump_local_norm_path": _NORM,
+    "dump_device_local_norm": _NORM,
+    "print_local_norm": _NORM,
+    "enable_device_local_norm": _NORM,
+    "no_init_parameters_in_compile": "rt.init_on_meta makes a model without values",
+    "transformer_opt": "collectives overlap with the backward pass anyway, and compile fuses",
+}
+_SCHEDULES = {"gpipe": "gpipe", "1f1b": "1f1b", "zero_bubble_v": "zbv"}
+# Words of `AutoParallel.pipeline` beside `stages`.
+_OF_PIPELINE = ("interleave", "scheduler", "output_broadcast")
 
 
 def translate(tree: Mapping[str, Any]) -> tuple[Tree, list[tuple[str, str]]]:
@@ -68,6 +85,7 @@ class _Translation:
     def run(self) -> tuple[Tree, list[tuple[str, str]]]:
         self._mode_value()
         self._manual_split()
+        self._pipeline()
         for key, value in self._given.items():
             if key in _REFUSED:
                 self._key = str(key)
@@ -76,9 +94,33 @@ class _Translation:
                 self._key, self._ours = key, []
                 del self._tree[key]
                 read(self, value)
-                said = ", ".join(self._ours) or "as it is here anyway"
-                self._rows.append((f"{key}: {_shown(value)}", said))
+                self._note(value)
         return self._tree, self._rows
+
+    def _note(self, value: Value) -> None:
+        said = ", ".join(self._ours) or "as it is here anyway"
+        self._rows.append((f"{self._key}: {_shown(value)}", said))
+
+    def _pipeline(self) -> None:
+        """Read the words of `AutoParallel.pipeline` under our key."""
+        given = self._given.get("pipeline")
+        if not isinstance(given, Mapping):
+            return
+        count = given.get("stages")
+        is_count = isinstance(count, int)
+        theirs = [*filter(given.__contains__, _OF_PIPELINE)]
+        if not (is_count or theirs):
+            return
+        self._key, self._ours = "pipeline", []
+        own = [key for key in given if key not in theirs and not (is_count and key == "stages")]
+        self._tree["pipeline"] = {key: given[key] for key in own}
+        if is_count:
+            self.stages(count)
+            self.put("pipeline.stages", "auto")
+        if "scheduler" in theirs or "interleave" in theirs:
+            self.schedule(given.get("scheduler", "1f1b"), given.get("interleave", False))
+        self._flag(given.get("output_broadcast", False))  # all ranks have the outputs anyway
+        self._note({key: given[key] for key in given if key not in own})
 
     def _mode_value(self) -> None:
         """Read MindSpore's name of a mode under our key."""
@@ -137,6 +179,26 @@ class _Translation:
         if self._flag(value):
             self.put("reduce.dtype", "float32")
 
+    def no_float32_sync(self, value: Value) -> None:
+        self.float32_sync(not self._flag(value))
+
+    def only_off(self, value: Value) -> None:
+        if value not in (None, False, ""):
+            self._refuse(_REFUSED_IF_ON[self._key])
+
+    def any_flag(self, value: Value) -> None:
+        self._flag(value)
+
+    def hsdp(self, value: Value) -> None:
+        """Read the arguments of `AutoParallel.hsdp`, which turns optimizer parallel on."""
+        config = self._section(value, "shard_size", "threshold", "optimizer_level")
+        level = config.get("optimizer_level", "level1")
+        if not isinstance(level, str) or level not in _LEVELS:
+            self._refuse(f"optimizer_level {_shown(level)} is not known ({', '.join(_LEVELS)})")
+        self.put("optimizer.zero", _LEVELS[level])
+        self.put("optimizer.threshold", f"{self._number(config.get('threshold', _THRESHOLD))}KiB")
+        self.put("optimizer.shard_size", self._number(config.get("shard_size", -1)))
+
     def only_true(self, value: Value, sentence: str) -> None:
         """Take `value` if it is true, which is so here anyway."""
         if not self._flag(value):
@@ -181,17 +243,20 @@ class _Translation:
         self._ours.append(f"mesh.{PIPELINE_AXIS}: {count}")
 
     def pipeline_config(self, value: Value) -> None:
-        names = {"gpipe": "gpipe", "1f1b": "1f1b"}
         config = self._section(value, "pipeline_interleave", "pipeline_scheduler")
         scheduler = config.get("pipeline_scheduler", "1f1b")
-        if not isinstance(scheduler, str) or scheduler not in names:
+        self.schedule(scheduler, config.get("pipeline_interleave", False))
+
+    def schedule(self, scheduler: Value, interleave: Value) -> None:
+        """Set `pipeline.schedule` to what MindSpore's two words mean."""
+        if not isinstance(scheduler, str) or scheduler not in _SCHEDULES:
             self._refuse(
                 f"pipeline_scheduler {_shown(scheduler)} is not known: pipeline.schedule has "
                 "gpipe, 1f1b, interleaved, looped_bfs, interleaved_zb, zbv and dualpipev"
             )
-        schedule = names[scheduler]
-        if self._flag(config.get("pipeline_interleave", False)):
-            schedule = {"gpipe": "looped_bfs", "1f1b": "interleaved"}[schedule]
+        schedule = _SCHEDULES[scheduler]
+        if self._flag(interleave):
+            schedule = {"gpipe": "looped_bfs", "1f1b": "interleaved"}.get(schedule, schedule)
         self.put("pipeline.schedule", schedule)
 
     def auto_pipeline(self, value: Value) -> None:
@@ -328,7 +393,16 @@ def _broadcast(self: _Translation, value: Value) -> None:
 
 
 def _repeated(self: _Translation, value: Value) -> None:
-    self.only_true(value, "false: work that ranks repeat counts once (reduce.op is for dp alone)")
+    self.only_true(value, f"false: {_ONCE}")
+
+
+def _not_repeated(self: _Translation, value: Value) -> None:
+    if self._flag(value):
+        self._refuse(_ONCE)
+
+
+def _every_parameter(self: _Translation, value: Value) -> None:
+    self.only_true(value, "false: checkpoint.strategy names every parameter")
 
 
 _READERS: dict[str, Callable[[_Translation, Value], None]] = {
@@ -358,6 +432,20 @@ _READERS: dict[str, Callable[[_Translation, Value], None]] = {
     "strategy_ckpt_load_file": _Translation.load_strategy,
     "strategy_ckpt_save_file": _Translation.save_strategy,
     "strategy_ckpt_config": _Translation.strategy_config,
+    # All ranks of a pipeline have its outputs outside of a step.
+    "pipeline_result_broadcast": _Translation.any_flag,
+    # Methods of `AutoParallel`, with their argument or true.
+    "hsdp": _Translation.hsdp,
+    "enable_gradients_mean": _Translation.gradients_mean,
+    "enable_fp32_communication": _Translation.float32_sync,
+    "disable_gradient_fp32_sync": _Translation.no_float32_sync,
+    "disable_loss_repeated_mean": _not_repeated,
+    "load_param_strategy_file": _Translation.load_strategy,
+    "load_operator_strategy_file": _Translation.load_strategy,
+    "save_param_strategy_file": _Translation.save_strategy,
+    "save_operator_strategy_file": _Translation.save_strategy,
+    "disable_strategy_file_only_for_trainable_params": _every_parameter,
+    **dict.fromkeys(_REFUSED_IF_ON, _Translation.only_off),
 }
 # Every key that this module knows.
 KEYS = frozenset([*_READERS, *_REFUSED])

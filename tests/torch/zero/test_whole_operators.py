@@ -28,6 +28,10 @@ def _each(rows):
         row.mul_(number)
 
 
+def _low(p):
+    return (p < 0).reshape(-1).nonzero().flatten()
+
+
 def _from_vector(p):
     vector = nn.utils.parameters_to_vector([p])
     nn.utils.vector_to_parameters(vector * torch.linspace(0, 1, len(vector)), [p])
@@ -50,6 +54,8 @@ WRITES = {
     "fill": lambda p: p.index_fill_(1, ROWS, 0.3),
     "add": lambda p: p.index_add_(0, ROWS, torch.ones(3, p.shape[1])),
     "scatter": lambda p: p.scatter_(0, FIRST, 1.5),
+    "by places of its own": lambda p: p.view(-1).index_copy_(0, _low(p), p.view(-1)[_low(p)] * 2),
+    "add by places of its own": lambda p: p.view(-1).index_add_(0, _low(p), p.view(-1)[_low(p)]),
     "triangle": lambda p: p.triu_(),
     "scale of columns": lambda p: p.mul_(torch.arange(1.0 * p.shape[1])),
     "scale of rows": lambda p: p.data.div_(torch.arange(1.0, p.shape[0] + 1)[:, None]),
