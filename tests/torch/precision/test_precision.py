@@ -161,6 +161,46 @@ def test_training_equals_that_of_torch(zero):
     assert len(losses) == STEPS
 
 
+ELEMENTS = (
+    "mse_loss",
+    "huber_loss",
+    "l1_loss",
+    "smooth_l1_loss",
+    "binary_cross_entropy_with_logits",
+)
+
+
+def losses_of_steps():
+    """Return values and types of torch's losses inside of steps, and those beside them."""
+    rt = msrun.init({"precision": "bf16"})
+    found = {}
+    for name in ("cross_entropy", *ELEMENTS):
+        model = rt.shard(nn.Linear(16, 10))
+        update = rt.optimizer(torch.optim.SGD(model.parameters(), lr=0.1))
+        inside, own = [], getattr(nn.functional, name)
+
+        def noted(out, target, own=own, inside=inside):
+            loss = own(out, target)
+            inside.append((loss.detach(), loss.dtype, out.detach()))
+            return loss
+
+        x = torch.randn(4, 16)
+        target = torch.rand(4, 10) if name in ELEMENTS else torch.randint(0, 10, (4,))
+        rt.step(model, update, noted, x, target)
+        ((loss, kind, out),) = inside
+        with torch.autocast("cpu", torch.bfloat16):
+            expected = own(out, target)
+        found[name] = (loss.item(), kind), (expected.item(), expected.dtype)
+    return found
+
+
+def test_losses_have_the_types_of_autocast():
+    for of_rank in run_warm(losses_of_steps, 2):
+        for name, ((value, kind), (expected, of_torch)) in of_rank.items():
+            assert (name, kind) == (name, of_torch)
+            assert value == pytest.approx(expected, abs=1e-6)
+
+
 class Overflowing(nn.Module):
     """Has gradients that are no finite number on one rank, in the second step."""
 
