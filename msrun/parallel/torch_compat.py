@@ -15,6 +15,7 @@ import sys
 import traceback
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import AbstractContextManager, contextmanager, nullcontext, redirect_stderr
+from dataclasses import replace
 from functools import cache, lru_cache, partial, wraps
 from pathlib import Path
 from types import CodeType, FrameType, FunctionType, SimpleNamespace
@@ -801,6 +802,7 @@ def _watch_unit(
         if group.reduce_grads:
             names = [p._param_fqn for p in group.fsdp_params if _has_gradient(p)]  # noqa: SLF001
             reduced(names)
+            _widen_gradients(group)
         _place_gradients(group)
         post_backward(*unused)
 
@@ -818,6 +820,51 @@ def _watch_unit(
     group.unshard, group.post_backward = watched_unshard, watched_post_backward
     group.post_forward = watched_post_forward
     group.pre_backward, group.wait_for_unshard = watched_pre_backward, plain_wait_for_unshard
+
+
+def keep_types(model: nn.Module, is_kept: Callable[[list[tuple[nn.Module, str]]], bool]) -> None:
+    """Have modules of `fully_shard` gather some parameters in their own type, not in the policy's.
+
+    Args:
+        model: The model, before its first forward.
+        is_kept: Gets the modules that have a parameter, with its names there.
+    """
+    for param in _gathered(model):
+        info, plain = param._module_info, param.init_dtype_attrs  # noqa: SLF001
+        places = [(info.module, info.param_name)]
+        places += zip(info.shared_modules, info.shared_param_names, strict=True)
+        is_cast = not is_kept(places)
+
+        def init(
+            policy: Any, *, param: Any = param, plain: Any = plain, is_cast: bool = is_cast
+        ) -> None:
+            plain(policy if is_cast else replace(policy, param_dtype=None))
+            # torch leaves it out where it is that of gradients, but one unit reduces in one type.
+            param.reduce_dtype = policy.reduce_dtype
+
+        param.init_dtype_attrs = init
+
+
+def gathers_in_policy_type(model: nn.Module) -> bool:
+    """Return whether a module of `fully_shard` in `model` gathers in another type than it has."""
+    # Parameters have no such attribute before the first forward.
+    return any(getattr(param, "param_dtype", None) for param in _gathered(model))
+
+
+def is_of_two_types(error: BaseException) -> bool:
+    """Return whether `error` is that of a product whose factors have two types, one narrow."""
+    text = str(error)
+    is_narrow = "BFloat16" in text or "Half" in text
+    return is_narrow and ("have the same dtype" in text or "expected scalar type" in text)
+
+
+def _widen_gradients(group: Any) -> None:
+    """Have the gradients of a unit one type, that of the reduction, if they have several."""
+    params = list(filter(_has_gradient, group.fsdp_params))
+    if len({_gradient(param).dtype for param in params}) > 1:
+        for param in params:
+            param.accumulate_unsharded_grad_if_needed()
+            param.to_accumulated_grad_if_needed()
 
 
 def _place_gradients(group: Any) -> None:

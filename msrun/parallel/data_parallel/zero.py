@@ -63,6 +63,7 @@ from torch.nn import Parameter
 from msrun.errors import ModelError
 from msrun.parallel import torch_compat
 from msrun.parallel.config import DATA_AXIS, ROOT, ParallelConfig
+from msrun.parallel.data_parallel.gathered import types as gathered_types
 from msrun.parallel.data_parallel.gathered.several_passes import SeveralPasses
 from msrun.parallel.data_parallel.gathered.used_outside import units_used_outside
 from msrun.parallel.foreach.lists import support_lists
@@ -292,6 +293,7 @@ def apply(
         # Parameters of no unit are needed last in forward and first in backward, so they stay.
         options["reshard_after_forward"] = False
     sharded = _shard_unit(model, options)
+    gathered_types.as_autocast(model, config.precision)
     model.register_forward_hook(_release_after_evaluation)
     _follow_scripts(model, config.optimizer.zero, is_stage=config.pipeline is not None)
     torch_compat.share_attributes(sharded)
@@ -405,12 +407,16 @@ def _options(
         "ignored_params": replicated,
     }
     dtype, reduce_dtype = _dtype(settings.dtype), _dtype(reduce.dtype)
-    # Beside parameters in another type, modules of the script would meet two types.
-    if config.precision and not replicated:
+    if config.precision:
         dtype = _dtype(PRECISIONS[config.precision])
         reduce_dtype = reduce_dtype or torch.float32
     if dtype or reduce_dtype:
-        options["mp_policy"] = MixedPrecisionPolicy(param_dtype=dtype, reduce_dtype=reduce_dtype)
+        options["mp_policy"] = MixedPrecisionPolicy(
+            param_dtype=dtype,
+            reduce_dtype=reduce_dtype,
+            # Autocast casts what goes into its operators, and nothing else.
+            cast_forward_inputs=not config.precision,
+        )
     if settings.offload:
         options["offload_policy"] = CPUOffloadPolicy(pin_memory=context.device.type != "cpu")
     return options

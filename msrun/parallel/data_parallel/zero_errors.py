@@ -86,6 +86,12 @@ def _sentence_of(
             f"calls cannot call modules whose parameters are gathered: {_first_line(error)}",
             hint="call the modules outside of its functions, or choose zero 0",
         )
+    if torch_compat.is_of_two_types(error) and torch_compat.gathers_in_policy_type(model):
+        return ModelError(
+            f"{ROOT}.optimizer.zero: a product outside of autocast has factors of two types, and "
+            f"ZeRO gathers in the narrower one: {_first_line(error)}",
+            hint="leave out precision and optimizer.dtype, and enter torch.autocast in the script",
+        )
     is_of_shards = any(text in str(error) for text in _OF_SHARDS)
     if not (is_of_shards or torch_compat.is_of_sharded_write(error)):
         return None

@@ -39,8 +39,8 @@ from msrun.parallel.losses.calls.torch_losses import (
     BY_CLASS,
     BY_ELEMENT,
     LOSSES,
+    parts_of_mean,
     reduction_of,
-    sum_and_count,
 )
 from msrun.parallel.losses.linearity import check_columns, check_sums, of_part, slopes_by
 from msrun.parallel.losses.linked_terms import NOTHING, OF_WEIGHTS, ONLY_BATCH, RANGE
@@ -359,8 +359,8 @@ class LossWatch(RowTerms):
             elements = values.numel() // values.size(min(values.dim() - 1, 1))
         else:
             elements = torch.broadcast_shapes(values.shape, target.shape).numel()
-        total, count = sum_and_count(func, args, kwargs)
-        return self._mean(name, total, count, values.dtype, elements=elements, sources=sources)
+        total, count, kind = parts_of_mean(func, args, kwargs)
+        return self._mean(name, total, count, kind, elements=elements, sources=sources)
 
     def _recomputed(self, name: str, result: Tensor, sources: frozenset[int]) -> Tensor:
         """Return `result` as it is: a recomputation outside of the watch must save as many tensors.

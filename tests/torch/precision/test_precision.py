@@ -6,8 +6,6 @@ import pytest
 import torch
 from ranks import MODELS, OPTIMIZERS, STEPS, batches, build, run_warm, train
 from torch import nn
-from torch.distributed.fsdp import MixedPrecisionPolicy, fully_shard
-from torch.distributed.tensor import init_device_mesh
 from torch.nn.parallel import DistributedDataParallel
 
 import msrun
@@ -104,21 +102,10 @@ def of_one(precision):
     return run_warm(plain, 1, precision)[0].tolist()
 
 
-def gathered(model):
-    policy = MixedPrecisionPolicy(param_dtype=torch.bfloat16, reduce_dtype=torch.float32)
-    mesh = init_device_mesh("cpu", (4,))
-    for layer in model.layers:
-        fully_shard(layer, mesh=mesh, mp_policy=policy)
-    return fully_shard(model, mesh=mesh, mp_policy=policy, reshard_after_forward=False)
-
-
-WRAPS = {"dp": DistributedDataParallel, "zero 3": gathered}
-
-
-def of_torch(name):
-    """Return the losses of torch's own classes, averaged over ranks."""
+def of_torch():
+    """Return the losses of torch's own class, averaged over ranks."""
     rank = torch.distributed.get_rank()
-    losses = plain("bf16", rank, 4, WRAPS[name])
+    losses = plain("bf16", rank, 4, DistributedDataParallel)
     torch.distributed.all_reduce(losses)
     return (losses / 4).tolist()
 
@@ -163,15 +150,55 @@ def test_every_layout_is_near_one_process(precision, name):
 
 
 @pytest.mark.few(1)
-@pytest.mark.parametrize("name", WRAPS)
-def test_training_equals_that_of_torch(name):
-    config = {"precision": "bf16", "optimizer": {"zero": 3 if name == "zero 3" else 0}}
+@pytest.mark.parametrize("zero", [0, 3])
+def test_training_equals_that_of_torch(zero):
+    config = {"precision": "bf16", "optimizer": {"zero": zero}}
     ours = run_warm(train, 4, config, "transformer", "sgd", 1.0)
 
     for losses in ours:
-        assert losses == pytest.approx(run_warm(of_torch, 4, name)[0], abs=1e-6)
+        assert losses == pytest.approx(run_warm(of_torch, 4)[0], abs=1e-6)
     assert losses != pytest.approx(of_one("bf16"), abs=1e-9)  # it is no constant
     assert len(losses) == STEPS
+
+
+ELEMENTS = (
+    "mse_loss",
+    "huber_loss",
+    "l1_loss",
+    "smooth_l1_loss",
+    "binary_cross_entropy_with_logits",
+)
+
+
+def losses_of_steps():
+    """Return values and types of torch's losses inside of steps, and those beside them."""
+    rt = msrun.init({"precision": "bf16"})
+    found = {}
+    for name in ("cross_entropy", *ELEMENTS):
+        model = rt.shard(nn.Linear(16, 10))
+        update = rt.optimizer(torch.optim.SGD(model.parameters(), lr=0.1))
+        inside, own = [], getattr(nn.functional, name)
+
+        def noted(out, target, own=own, inside=inside):
+            loss = own(out, target)
+            inside.append((loss.detach(), loss.dtype, out.detach()))
+            return loss
+
+        x = torch.randn(4, 16)
+        target = torch.rand(4, 10) if name in ELEMENTS else torch.randint(0, 10, (4,))
+        rt.step(model, update, noted, x, target)
+        ((loss, kind, out),) = inside
+        with torch.autocast("cpu", torch.bfloat16):
+            expected = own(out, target)
+        found[name] = (loss.item(), kind), (expected.item(), expected.dtype)
+    return found
+
+
+def test_losses_have_the_types_of_autocast():
+    for of_rank in run_warm(losses_of_steps, 2):
+        for name, ((value, kind), (expected, of_torch)) in of_rank.items():
+            assert (name, kind) == (name, of_torch)
+            assert value == pytest.approx(expected, abs=1e-6)
 
 
 class Overflowing(nn.Module):

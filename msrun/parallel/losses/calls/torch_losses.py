@@ -3,12 +3,14 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
+from functools import partial
 from typing import Any
 
 import torch
 from torch import Tensor
 from torch.nn import functional
 
+from msrun.parallel import torch_compat
 from msrun.parallel.local import full_tensor
 from msrun.parallel.losses.terms import count_type
 
@@ -37,6 +39,7 @@ _OTHERS = (
     functional.triplet_margin_loss,
     functional.triplet_margin_with_distance_loss,
 )
+_NARROW = (torch.float16, torch.bfloat16)
 LOSSES = frozenset(BY_CLASS + BY_ELEMENT + _OTHERS)
 
 
@@ -65,10 +68,10 @@ def count_targets(values: Tensor, target: Tensor, options: dict[str, Any]) -> Te
     return count
 
 
-def sum_and_count(
+def parts_of_mean(
     func: Callable[..., Any], args: Sequence[Any], kwargs: dict[str, Any]
-) -> tuple[Tensor, Tensor]:
-    """Return the sum and the count of a mean loss of `BY_CLASS` or `BY_ELEMENT`.
+) -> tuple[Tensor, Tensor, torch.dtype]:
+    """Return the sum, the count and the type of a mean loss of `BY_CLASS` or `BY_ELEMENT`.
 
     Args:
         func: The loss.
@@ -76,11 +79,26 @@ def sum_and_count(
         kwargs: What it got by name.
     """
     values, target = args[0], args[1]
-    if values.dtype in (torch.float16, torch.bfloat16):
+    kind = _type_of(func, values, target)
+    if values.dtype in _NARROW:
         values = values.float()  # a sum over many would exceed their range
     options = kwargs | {"size_average": None, "reduce": None, "reduction": "sum"}
     total = func(values, *args[1:], **{option: options[option] for option in kwargs})
     if func in BY_CLASS:
-        return total, count_targets(values, target, kwargs)
+        return total, count_targets(values, target, kwargs), kind
     shape = torch.broadcast_shapes(values.shape, target.shape)
-    return total, torch.full((), shape.numel(), device=values.device)
+    return total, torch.full((), shape.numel(), device=values.device), kind
+
+
+@torch.no_grad()
+def _type_of(func: Callable[..., Any], values: Tensor, target: Tensor) -> torch.dtype:
+    """Return the type of a loss: autocast computes most in float32, and types may differ."""
+    has_one = not target.is_floating_point() or target.dtype == values.dtype
+    if values.dtype not in _NARROW and has_one:
+        return values.dtype
+    of_rows = partial(torch.zeros, device=values.device)
+    shape = (1, 1) if target.is_floating_point() else (1,)
+    with torch_compat.without_functions():
+        loss = func(of_rows(1, 1, dtype=values.dtype), of_rows(*shape, dtype=target.dtype))
+    kind: torch.dtype = loss.dtype
+    return kind
