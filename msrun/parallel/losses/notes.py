@@ -36,6 +36,8 @@ PASSING = frozenset(
         "_PartsBackward",  # each in the place of the one that it is of
         "_GatheredBackward",
         "_OwnedBackward",
+        "_NumberBackward",
+        "_AttachedBackward",
     ]
 )
 

@@ -376,6 +376,32 @@ def test_layers_of_a_plan_keep_what_is_known_of_samples(functions):
     assert all(said) == (functions is NOTICED)
 
 
+class HalfLabelled(Straight):
+    """Returns a loss that is another one for the second half of its samples."""
+
+    def forward(self, x, target):
+        output, half = super().forward(x), len(x) // 2
+        labelled = functional.cross_entropy(output[:half], target[:half])
+        return labelled + 0.1 * output[half:].square().mean()
+
+
+def refused_of_halves(config):
+    with msrun.init(config) as rt:
+        model = rt.shard(HalfLabelled())
+        optimizer = rt.optimizer(torch.optim.SGD(model.parameters(), lr=0.1))
+        x, target = batch(2 * SAMPLES)
+        with pytest.raises(ModelError) as error:
+            rt.step(model, optimizer, {"x": x, "target": target})
+        return error.value.message
+
+
+def test_a_loss_in_parts_of_ranks_keeps_what_is_known_of_samples():
+    plan = [{"match": "down", "style": "colwise", "axis": "tp"}]
+    config = {"accumulate": 2, "mesh": {"tp": 2}, "plan": plan}
+    for said in run_warm(refused_of_halves, 2, config):
+        assert "samples by their position" in said
+
+
 def test_layers_on_a_grid_keep_what_is_known_of_samples():
     """Parameters that a layer reads are no results of another micro-batch, either."""
     plan = rules({"up": "2d", "down": "2d"}, axes=["x", "y"])
