@@ -139,7 +139,9 @@ def _share(inputs: Any, share: int, count: int) -> Any:
 
 def _by_position(model: nn.Module, inputs: Any) -> tuple[Any, ...]:
     """Return a batch by name in the order of the forward: mode auto takes no names."""
-    names = list(inspect.signature(model.forward).parameters)
+    # What adapters pass on has the names of the model below them.
+    below = model.get_base_model() if hasattr(model, "get_base_model") else model
+    names = list(inspect.signature(below.forward).parameters)
     last = max(names.index(name) for name in inputs)
     return tuple(inputs.get(name) for name in names[: last + 1])
 

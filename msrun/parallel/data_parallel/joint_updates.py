@@ -139,7 +139,7 @@ def _learned(
         seed: Of the numbers that it draws.
         split: Context around each update.
     """
-    torch.manual_seed(seed)
+    torch.default_generator.manual_seed(seed)  # and not those of devices
     random.seed(seed)
     groups, trained = [], []
     for index, group in enumerate(optimizer.param_groups[:_GROUPS_MAX]):

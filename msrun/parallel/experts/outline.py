@@ -223,7 +223,7 @@ class _Rehearsing:
         leading = {len(x) for x in tensors_in((args, kwargs)) if x.dim()}
         cut = min(_SAMPLES, *leading) if len(leading) == 1 else None
         with torch.random.fork_rng(devices=[]), torch.device("cpu"), torch.no_grad():
-            torch.manual_seed(0)
+            torch.default_generator.manual_seed(0)  # and not those of devices
             experts = {part for member in self._members for part in member.modules()}
             for module in self._mixture.modules():
                 if module not in experts:
