@@ -174,8 +174,6 @@ THOROUGH = (
 )
 # Markers of tests whose processes have children of their own.
 STARTS_TREES = ("process", "torch", "device")
-# Of `tests`, where most of the time a test waits for what others do.
-WAITING_FOLDERS = ("cluster", "kube", "process", "torchrun")
 # What tests/torch/ranks.py calls its processes, which wait for the next test.
 WAITING = "warm rank"
 # A process that was told to end may need a moment to be gone.
@@ -201,26 +199,6 @@ def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item
             item.add_marker("thorough")
     for item in of_night(items):
         item.add_marker("slow")
-    items[:] = mixed(items, config.rootpath)
-
-
-def mixed(items: list[pytest.Item], root: Path) -> list[pytest.Item]:
-    """Return tests in an order in which a file that mostly waits is beside one that computes.
-
-    Of either kind the files with most tests come first, since the last one runs alone.
-    """
-    files: dict[Path, list[pytest.Item]] = {}
-    for item in items:
-        files.setdefault(item.path.relative_to(root), []).append(item)
-    kinds: dict[bool, list[list[pytest.Item]]] = {True: [], False: []}
-    for path in sorted(files, key=lambda path: -len(files[path])):
-        kinds[path.parts[1] in WAITING_FOLDERS].append(files[path])
-    shares = [
-        ((number + 0.5) / len(kind), tests)
-        for kind in kinds.values()
-        for number, tests in enumerate(kind)
-    ]
-    return [test for _, tests in sorted(shares, key=lambda it: it[0]) for test in tests]
 
 
 @pytest.fixture(autouse=True, scope="session")
