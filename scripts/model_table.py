@@ -140,7 +140,8 @@ def _share(inputs: Any, share: int, count: int) -> Any:
 def _by_position(model: nn.Module, inputs: Any) -> tuple[Any, ...]:
     """Return a batch by name in the order of the forward: mode auto takes no names."""
     # What adapters pass on has the names of the model below them.
-    below = model.get_base_model() if hasattr(model, "get_base_model") else model
+    own: Any = model
+    below = own.get_base_model() if hasattr(own, "get_base_model") else own
     names = list(inspect.signature(below.forward).parameters)
     last = max(names.index(name) for name in inputs)
     return tuple(inputs.get(name) for name in names[: last + 1])
