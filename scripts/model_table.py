@@ -139,10 +139,10 @@ def _share(inputs: Any, share: int, count: int) -> Any:
 
 def _by_position(model: nn.Module, inputs: Any) -> tuple[Any, ...]:
     """Return a batch by name in the order of the forward: mode auto takes no names."""
-    # What adapters pass on has the names of the model below them.
-    own: Any = model
-    below = own.get_base_model() if hasattr(own, "get_base_model") else own
-    names = list(inspect.signature(below.forward).parameters)
+    names = list(inspect.signature(model.forward).parameters)
+    if not set(inputs) <= set(names):  # of adapters, which pass all on
+        below: Any = model
+        names = list(inspect.signature(below.get_base_model().forward).parameters)
     last = max(names.index(name) for name in inputs)
     return tuple(inputs.get(name) for name in names[: last + 1])
 
